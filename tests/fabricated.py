@@ -18,7 +18,7 @@ from lm.plain import Plain
 from lm.report.html import PAGE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
 from lm.runs.evaluations import UNIGRAM, Evaluation, evaluation_path, join_rows, measuring_code
-from lm.runs.folder import CHECKPOINTS, METRICS, step_path
+from lm.runs.folder import CHECKPOINTS, METRICS, checkpoint_path
 from lm.runs.manifest import write_files
 
 N_DOCUMENTS = 24
@@ -103,7 +103,7 @@ def save_empty_checkpoint(folder: Path, step: int, config: str = "") -> None:
         "data_fingerprint": FINGERPRINT,
         "config": config,
     }
-    path = step_path(folder / CHECKPOINTS, step)
+    path = checkpoint_path(folder / CHECKPOINTS, step)
     save_checkpoint({"lm": {**facts, "plugins": {}}, "state_dict": {}}, path)
 
 

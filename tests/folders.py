@@ -19,7 +19,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.evaluations import (
-    CURVE,
+    CURVE_COLUMNS,
     Axis,
     Evaluation,
     Metric,
@@ -29,7 +29,7 @@ from lm.runs.evaluations import (
     overall_means,
     point_means,
 )
-from lm.runs.folder import step_of, step_paths
+from lm.runs.folder import checkpoint_paths, checkpoint_step
 from lm.runs.loading import load
 from lm.training.module import LanguageModel
 from lm.training.optimizers import saved_state
@@ -125,7 +125,9 @@ class Curve:
 def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
     """Return the curves that an evaluation holds."""
     curves = []
-    for (about, task, setting), rows in evaluation_rows([evaluation]).groupby(CURVE[1:], sort=False, observed=True):
+    for (about, task, setting), rows in evaluation_rows([evaluation]).groupby(
+        CURVE_COLUMNS[1:], sort=False, observed=True
+    ):
         means, overall = point_means(rows), overall_means(rows)
         logged = dict(zip(overall["metric"], overall["value"], strict=True)) if rows["logged"].any() else {}
         points = [
@@ -173,7 +175,7 @@ def training_losses(folder: Path) -> list[float]:
 
 def last_checkpoint(folder: Path) -> Path:
     """Return the path of a run folder's newest checkpoint."""
-    return step_paths(folder / "checkpoints")[-1]
+    return checkpoint_paths(folder / "checkpoints")[-1]
 
 
 def best_checkpoint(folder: Path) -> Path:
@@ -197,8 +199,8 @@ def delete_checkpoints_after(folder: Path, step: int) -> None:
     step.
     """
     checkpoints = folder / "checkpoints"
-    for path in step_paths(checkpoints):
-        if step_of(path) > step:
+    for path in checkpoint_paths(checkpoints):
+        if checkpoint_step(path) > step:
             path.unlink()
 
 
@@ -262,7 +264,7 @@ def inject_nan(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> N
         if self.global_step + 1 not in steps:
             return loss
         if what == "loss":
-            self.sums = self.sums * torch.tensor([float("nan"), 1.0])
+            self.loss_sums = self.loss_sums * torch.tensor([float("nan"), 1.0])
             return loss
         return loss * float("nan")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lm.files import file_sha256, json_bytes
 from lm.runs.folder import METRICS
-from lm.runs.manifest import MANIFEST, add_entries, entry, write_files
+from lm.runs.manifest import MANIFEST, add_entries, manifest_entry, write_files
 
 
 def record_files(folder: Path, *names: str) -> None:
@@ -15,7 +15,7 @@ def record_files(folder: Path, *names: str) -> None:
     found = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
     names = names or tuple(name for name in found if name not in (MANIFEST, METRICS))
     steps = {name: int("".join(re.findall(r"step-(\d+)", name)) or 0) for name in names}
-    add_entries(folder, *(entry(name, file_sha256(folder / name), step) for name, step in steps.items()))
+    add_entries(folder, *(manifest_entry(name, file_sha256(folder / name), step) for name, step in steps.items()))
 
 
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:

@@ -26,10 +26,10 @@ from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
 from lm.runs.evaluations import Evaluation
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, command_line, step_path
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, checkpoint_path, command_line
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
-from lm.runs.record import arm
+from lm.runs.record import arm_hash
 
 SHORT_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
 # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
@@ -86,11 +86,13 @@ def swap_run(
         environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}
         measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)
         old.to(device.device), new.to(device.device)
-        facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(base), environment)}
+        facts: dict[str, Plain] = {"from": str(model.path), "arm": arm_hash(to_plain(base), environment)}
         facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = getattr(config.model.normalizer, "init", None)
         notes = _closing_notes(old, new, config, destination, facts["init"])
-        evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
+        evaluation = measurement.evaluate(
+            new, device, model.training_facts["step"], model.training_facts["tokens_seen"]
+        )
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     model_lines, warning = swap_lines(old, new, evaluation.step)
@@ -184,7 +186,7 @@ def _write_run(
     """Write a run folder with one checkpoint of weights, from which no run can be resumed."""
     metadata = {**model.metadata, "format": CHECKPOINT_FORMAT, "config": to_yaml(config), "phase": 0, "best": None}
     metadata["plugins"] = PLUGINS.versions(config.normalizer_names)
-    path = step_path(folder / CHECKPOINTS, model.metadata["step"])
+    path = checkpoint_path(folder / CHECKPOINTS, model.metadata["step"])
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": metadata}, path)
     environment = {**environment, "symbolic": config.data.symbolic, "parameters": count_parameters(decoder)}
     files = {CONFIG: to_yaml(config).encode(), ENVIRONMENT: json_bytes(environment)}

@@ -40,7 +40,7 @@ from lm.model.spec import count_parameters, flops_per_token
 from lm.plain import Plain
 from lm.runs.folder import CONFIG, EVALUATIONS, METRICS, RESOLVED_FILE, read_environment
 from lm.runs.manifest import read_file, write_files
-from lm.runs.record import starts
+from lm.runs.record import run_starts
 from lm.statistics.units import selection_mask
 
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
@@ -380,7 +380,7 @@ def seconds_of(run: Run) -> float:
     """Return the seconds that a finished run took; 0 if it was not trained in one go, or its folder does not say."""
     folder = run.config.run_folder
     with suppress(RunError, KeyError, ValueError, OSError):
-        (start,) = starts(read_environment(folder)) if run.outcome.state == "finished" else ()
+        (start,) = run_starts(read_environment(folder)) if run.outcome.state == "finished" else ()
         return (folder / METRICS).stat().st_mtime - datetime.fromisoformat(start["time"]).timestamp()
     return 0.0
 

@@ -32,7 +32,7 @@ from lm.model.spec import count_steps
 from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.evaluations import Metric
-from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
+from lm.runs.folder import CHECKPOINTS, SWAPPED, checkpoint_path
 
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 _JUDGED = "the runs that choose a rate must not judge it"
@@ -225,7 +225,7 @@ class Experiment:
             words = " ".join([source.name, str(arm.swap), *option_words])
             start["init_from"] = str(folder / SWAPPED / f"{stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}")
         elif source and arm.branch_step is not None:
-            start["branch_from"] = str(step_path(source.run_folder / CHECKPOINTS, arm.branch_step))
+            start["branch_from"] = str(checkpoint_path(source.run_folder / CHECKPOINTS, arm.branch_step))
             start["init_from"] = source.init_from
         elif source:
             start["init_from"] = str(source.run_folder)

@@ -21,9 +21,9 @@ from lm.runs.folder import (
     ENVIRONMENT,
     METRICS,
     check_log,
+    checkpoint_path,
     read_environment,
     read_metrics,
-    step_path,
 )
 from lm.runs.manifest import read_file
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
@@ -134,7 +134,7 @@ class Outcome:
     @property
     def checkpoint(self) -> Path:
         """Return the path of the last step's checkpoint."""
-        return step_path(self.folder / CHECKPOINTS, self.last_step)
+        return checkpoint_path(self.folder / CHECKPOINTS, self.last_step)
 
     @cached_property
     def is_trained(self) -> bool:

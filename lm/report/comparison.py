@@ -16,7 +16,7 @@ from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError, yaml_scalar
 from lm.report.tables import number, plain_text, printable_text
-from lm.runs.evaluations import CURVE, Metric, evaluation_rows, point_means
+from lm.runs.evaluations import CURVE_COLUMNS, Metric, evaluation_rows, point_means
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import MIN_DOCUMENTS, Interval, over_documents, over_questions, over_seeds
 from lm.statistics.units import mean
@@ -261,9 +261,11 @@ def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
     without a document for reports at some point keeps its means over all documents, without units.
     """
     is_text, reports = rows["part"] != "", rows["part"] == "reports"
-    has_reports = reports.groupby([rows[name] for name in (*CURVE, "x")], observed=True, dropna=False).transform("any")
-    lost = (is_text & ~has_reports).groupby([rows[name] for name in CURVE], observed=True).transform("any")
-    means = mean(rows[lost], [*CURVE, "x"], rows["weight"][lost]).assign(sample=np.nan)
+    has_reports = reports.groupby(
+        [rows[name] for name in (*CURVE_COLUMNS, "x")], observed=True, dropna=False
+    ).transform("any")
+    lost = (is_text & ~has_reports).groupby([rows[name] for name in CURVE_COLUMNS], observed=True).transform("any")
+    means = mean(rows[lost], [*CURVE_COLUMNS, "x"], rows["weight"][lost]).assign(sample=np.nan)
     is_named = is_text & ~lost
     named = {name: rows[name].where(~is_named, rows[name] + f" {REPORTING}") for name in ("metric", "quantity")}
     kept = rows.assign(**named)[~lost & (rows["part"] != "selects")]
@@ -282,13 +284,13 @@ def at_places(rows: pd.DataFrame) -> pd.DataFrame:
     labels = {x: number(x) for x in points["x"].dropna().unique()}
     points = points.assign(place=[labels.get(x, "") for x in points["x"]], order=points["x"])
     octave = np.floor(np.log2(np.maximum(bins["x"] / bins["seq_len"], 0.5))) + 1  # 0: within the training length
-    length = bins.groupby(CURVE, observed=True)["until"].transform("max")
+    length = bins.groupby(CURVE_COLUMNS, observed=True)["until"].transform("max")
     stop = np.minimum(bins["seq_len"] * 2**octave, length)
     ends = list(zip(np.where(octave > 0, 2.0 ** (octave - 1), 0.0), stop / bins["seq_len"], strict=True))
     labels = {(low, high): f"{low:g}x-{high:g}x" if low else f"within {high:g}x" for low, high in set(ends)}
     bins = bins.assign(place=[labels[pair] for pair in ends], order=stop / bins["seq_len"], stop=stop)
     bins = bins[bins["until"] <= stop]
-    ranges = mean(bins, [*CURVE, "place", "sample"], bins["until"] - bins["x"])
+    ranges = mean(bins, [*CURVE_COLUMNS, "place", "sample"], bins["until"] - bins["x"])
     return pd.concat([points, ranges.assign(until=ranges["stop"]).drop(columns="stop")]).sort_index()
 
 

@@ -29,7 +29,7 @@ from lm.report.tables import (
     printable_text,
 )
 from lm.runs.evaluations import Metric
-from lm.runs.folder import DIVERGED, PEAK_MEMORY, highest
+from lm.runs.folder import DIVERGED, PEAK_MEMORY, highest_logged
 from lm.runs.record import RunRecord
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
@@ -159,7 +159,7 @@ def cost_table(arms: Arms, title: str = "What a run took") -> Table:
 
 def _costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
     """Return a run's costs by (name, unit), None where the run folder records none."""
-    seconds, memory = highest(run.log_lines, "elapsed_s"), highest(run.log_lines, PEAK_MEMORY)
+    seconds, memory = highest_logged(run.log_lines, "elapsed_s"), highest_logged(run.log_lines, PEAK_MEMORY)
     # the run's own, as the seconds are
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)
     tokens = 0 if run.environment.get("swap") and not run.log_lines else tokens  # it was swapped, and not trained

@@ -15,7 +15,7 @@ from lm.errors import abbreviate
 from lm.plain import Plain
 from lm.report.comparison import NO_INTERVAL_REASON, at_places, interval_of
 from lm.report.tables import Column, FilledColumn, Table, number, numeral, print_tables, table_bytes
-from lm.runs.evaluations import CURVE, Evaluation, Metric, evaluation_rows, overall_means, point_means
+from lm.runs.evaluations import CURVE_COLUMNS, Evaluation, Metric, evaluation_rows, overall_means, point_means
 
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
@@ -51,7 +51,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
     """
     measurements = evaluation_rows([evaluation])
     units = at_places(measurements)
-    indices = units.groupby([*CURVE, "place"], sort=False, observed=True).indices
+    indices = units.groupby([*CURVE_COLUMNS, "place"], sort=False, observed=True).indices
     overall = {_curve_of(mean): mean for mean in overall_means(measurements).itertuples()}
     rows: list[dict[str, Plain]] = []
     for key, means in groupby(point_means(units).itertuples(), _curve_of):

@@ -14,8 +14,8 @@ from torch import Tensor
 from lm.errors import RunError, one_line
 from lm.files import file_sha256, replace_file
 from lm.plain import Plain
-from lm.runs.folder import CHECKPOINTS, log_entry, step_paths
-from lm.runs.manifest import add_entries, check_file, entry
+from lm.runs.folder import CHECKPOINTS, checkpoint_paths, log_entry
+from lm.runs.manifest import add_entries, check_file, manifest_entry
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
@@ -51,7 +51,7 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
             reason = "a callback's state is no numbers, texts, tensors, and lists and maps of them"
             raise RunError(f"{path}: can't be read back: {reason} (trainer.callbacks)") from None
         sha256 = file_sha256(Path(file.name))
-        add_entries(run, log_entry(run, step), entry(f"{CHECKPOINTS}/{path.name}", sha256, step, weights))
+        add_entries(run, log_entry(run, step), manifest_entry(f"{CHECKPOINTS}/{path.name}", sha256, step, weights))
 
 
 def load_checkpoint(path: Path) -> dict[str, object]:
@@ -97,5 +97,5 @@ def _fallback_hint(damaged_path: Path) -> str:
     """Return the end of an error message on a damaged checkpoint, which names the newest other checkpoint in its
     folder. It is empty if there is no other.
     """
-    others = [checkpoint for checkpoint in step_paths(damaged_path.parent) if checkpoint != damaged_path]
+    others = [checkpoint for checkpoint in checkpoint_paths(damaged_path.parent) if checkpoint != damaged_path]
     return f"; the newest beside it is {others[-1]}" if others else ""

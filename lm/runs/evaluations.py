@@ -126,13 +126,13 @@ def join_rows(blocks: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 # ---------------------------------------------------------------- several evaluations as one frame
 
-FACTS = ("kind", "step", "tokens_seen", "seq_len", "data_fingerprint")
-CURVE = ["evaluation", "about", "task", "setting"]  # equal in the rows of one curve, or of one number
+FACT_COLUMNS = ("kind", "step", "tokens_seen", "seq_len", "data_fingerprint")
+CURVE_COLUMNS = ["evaluation", "about", "task", "setting"]  # equal in the rows of one curve, or of one number
 
 
 def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     """Return the rows of evaluations as one frame, with the Metric as the category `about` and with columns for the
-    `FACTS` about each evaluation.
+    `FACT_COLUMNS` about each evaluation.
 
     More columns are `evaluation`, its number, and the metric's `quantity`, `title`, `unit`, `better` and `control`.
     `subject` is the task, with the options that tell it from others of its name. `logged` says whether training logs
@@ -148,7 +148,7 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     distinct = {str(definition): definition for definition in definitions.values()}
     subjects = dict(zip(distinct, task_names([*distinct.values()]), strict=True))
     logged = {(code, name): metrics[code].logs(name) for code, name in set(names)}
-    columns = {name: np.array([getattr(of, name) for of in evaluations], object)[numbers] for name in FACTS}
+    columns = {name: np.array([getattr(of, name) for of in evaluations], object)[numbers] for name in FACT_COLUMNS}
     of_metric = ("quantity", "title", "unit", "better")
     columns |= {name: np.array([getattr(of, name) for of in metrics], object)[codes] for name in of_metric}
     columns |= {
@@ -165,14 +165,14 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
 
 def point_means(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the mean over units (sequences or questions) at each x of a frame's curves: a point, a bin or a place."""
-    return mean(rows, [*CURVE, "x", "until"], rows["weight"])
+    return mean(rows, [*CURVE_COLUMNS, "x", "until"], rows["weight"])
 
 
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the mean of each curve over all its bins, and the mean at each point of curves without bins."""
     means = point_means(rows)
     widths, is_bin = (means["until"] - means["x"]).fillna(1.0), means["shape"] == "bins"
-    return mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE, "x"], widths)
+    return mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE_COLUMNS, "x"], widths)
 
 
 def logged_means(evaluation: "Evaluation") -> dict[str, float]:

@@ -19,7 +19,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line, suggest
 from lm.files import read_json, write_text
 from lm.plain import Plain
-from lm.runs.manifest import Entry, check_file, entries_of, entry, parse_line, read_file
+from lm.runs.manifest import Entry, check_file, entries_of, manifest_entry, parse_line, read_file
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
@@ -85,25 +85,26 @@ def read_description(folder: Path) -> dict[str, Plain]:
     return content
 
 
-def step_path(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """Return the path of `step-N.ckpt` in a folder of checkpoints."""
     return folder / f"step-{step:06d}.ckpt"
 
 
-def step_of(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     """Return the step N of a path `step-N.ckpt`."""
     return int(path.stem.removeprefix("step-"))
 
 
-def is_own(run: Path, checkpoint: Path) -> bool:
+def owns_checkpoint(run: Path, checkpoint: Path) -> bool:
     """Return whether `checkpoint` lies in checkpoints/ of the run folder `run`, and so belongs to this run."""
     return checkpoint.resolve().parent == (run / CHECKPOINTS).resolve()
 
 
-def step_paths(folder: Path) -> list[Path]:
+def checkpoint_paths(folder: Path) -> list[Path]:
     """Return the `step-N.ckpt` files of a folder, in ascending order of step."""
     return sorted(
-        (path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()), key=step_of
+        (path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()),
+        key=checkpoint_step,
     )
 
 
@@ -151,7 +152,7 @@ def log_entry(run: Path, step: int) -> Entry:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             content = file.read()
-    return entry(METRICS, hashlib.sha256(content).hexdigest(), step) | {"bytes": len(content)}
+    return manifest_entry(METRICS, hashlib.sha256(content).hexdigest(), step) | {"bytes": len(content)}
 
 
 def check_log(run: Path, step: float = math.inf) -> None:
@@ -162,20 +163,20 @@ def check_log(run: Path, step: float = math.inf) -> None:
     path = run / METRICS
     content = path.read_bytes() if path.is_file() else b""  # after the manifest, as a run under way adds to both
     if lines and hashlib.sha256(content[: (saved := lines[-1]).get("bytes", 0)]).hexdigest() != saved["sha256"]:
-        checkpoint = step_path(run / CHECKPOINTS, saved["step"])
+        checkpoint = checkpoint_path(run / CHECKPOINTS, saved["step"])
         reason = f"{'was altered' if path.is_file() else 'is gone'} since {checkpoint.name} was saved"
         remedy = "bring it back, or go on in a new run"
         raise RunError(f"{path}: {reason}; {remedy}: branch_from={checkpoint} name=...")
 
 
-def highest(lines: list[dict[str, Plain]], name: str) -> float | None:
+def highest_logged(lines: list[dict[str, Plain]], name: str) -> float | None:
     """Return the highest value logged as `name`; None if it was not logged. Examples are `elapsed_s`, the seconds in
     training steps over all starts, and `PEAK_MEMORY`, in bytes.
     """
     return max((line[name] for line in lines if line.get(name)), default=None)
 
 
-def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
+def logged_curve(lines: list[dict[str, Plain]], name: str) -> Curve:
     """Return the curve of the metric logged as `name`. If a resumed run logged a step twice, the later line counts."""
     line_by_step = {line["step"]: line for line in lines if name in line}
     points = [line_by_step[step] for step in sorted(line_by_step)]

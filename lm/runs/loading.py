@@ -33,14 +33,14 @@ from lm.runs.folder import (
     ENVIRONMENT,
     FORMAT_WITHOUT_MANIFEST,
     TOKENIZER,
+    checkpoint_paths,
+    checkpoint_step,
     read_description,
     read_environment,
     require_run,
-    step_of,
-    step_paths,
 )
 from lm.runs.manifest import MANIFEST, check_file, entries_of, write_files
-from lm.runs.same_run import trained_config
+from lm.runs.resume_checks import trained_config
 
 WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
 MODEL_KEYS = "model.yaml"  # file in the folder of a model without a training run, from which a configuration starts
@@ -116,7 +116,7 @@ class LoadedModel:
         """Return the folder with tokenizer.json and other files: the run folder of a checkpoint, or the model folder
         itself.
         """
-        return _folder_of_files(self.path)
+        return _model_folder(self.path)
 
     def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
         """Return the tokenizer, and the id of the token that starts a document. Raises RunError: the model has no
@@ -139,7 +139,7 @@ class LoadedModel:
         return [*ids.values()]
 
     @property
-    def stamp(self) -> dict[str, Plain]:
+    def training_facts(self) -> dict[str, Plain]:
         """Return the model's `step`, `tokens_seen` and `data_fingerprint`, as fields of an evaluation. They are 0, 0
         and None without a training run.
         """
@@ -163,8 +163,8 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         return _load_model(path)
     if path.is_dir():
         require_run(path, CHECKPOINTS)
-        paths = step_paths(path / CHECKPOINTS)
-        files = {str(step_of(file)): file for file in paths} | ({"last": paths[-1]} if paths else {})
+        paths = checkpoint_paths(path / CHECKPOINTS)
+        files = {str(checkpoint_step(file)): file for file in paths} | ({"last": paths[-1]} if paths else {})
         if paths and checkpoint == "best":
             best = load_metadata(paths[-1]).get("best")
             step = str(best.get("step")) if isinstance(best, dict) else ""
@@ -173,9 +173,9 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
             there = ", ".join(files) or "none"
             raise RunError(f"{path}: no checkpoint {checkpoint}; there is: {there}")
         path = files[checkpoint]
-    content, folder = load_checkpoint(path), _folder_of_files(path)
+    content, folder = load_checkpoint(path), _model_folder(path)
     environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
-    with _misfits_refused(path):
+    with _refuse_misfits(path):
         config = trained_config(content["lm"], path)
         spec = ModelSpec.from_training(config, content["lm"])
         decoder = _build_decoder(spec, content["state_dict"], path)
@@ -195,7 +195,7 @@ def _load_model(path: Path) -> LoadedModel:
         )
     else:
         check_file(path, WEIGHTS, advice="export it again")
-    with _misfits_refused(path):
+    with _refuse_misfits(path):
         spec, metadata = ModelSpec.read(description["spec"]), description["training"] or {}
         config = trained_config(metadata, path) if metadata else None
         decoder = _build_decoder(spec, safetensors.torch.load_file(path / WEIGHTS), path)
@@ -204,25 +204,34 @@ def _load_model(path: Path) -> LoadedModel:
 
 
 # errors of OmegaConf, torch and safetensors on content that doesn't fit
-_MISFITS = LookupError, RuntimeError, TypeError, AttributeError, ValueError, OverflowError, OSError, SafetensorError
-_MISFITS += (ConfigError,)
+_MISFIT_ERRORS = (
+    LookupError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    OverflowError,
+    OSError,
+    SafetensorError,
+)
+_MISFIT_ERRORS += (ConfigError,)
 
 
 @contextmanager
-def _misfits_refused(path: Path) -> Iterator[None]:
+def _refuse_misfits(path: Path) -> Iterator[None]:
     """Return a context that turns errors on the content of `path` into RunError. A stranger may have written that
     content.
     """
     try:
         yield
-    except _MISFITS as error:
+    except _MISFIT_ERRORS as error:
         if is_out_of_memory(error):
             raise
         raise RunError(f"{path}: weights and configuration don't fit: {one_line(error)}") from None
 
 
 def _build_decoder(spec: ModelSpec, weights: dict[str, Tensor], path: Path) -> Decoder:
-    """Return a decoder with weights, in evaluation mode on the CPU. Raises an error of `_MISFITS` or RunError: names,
+    """Return a decoder with weights, in evaluation mode on the CPU. Raises RunError, or one of `_MISFIT_ERRORS`: names,
     shapes or values don't fit.
     """
     for name, saved_version, present_version in spec.changed_plugins():
@@ -264,7 +273,7 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
             )
 
 
-def _folder_of_files(path: Path) -> Path:
+def _model_folder(path: Path) -> Path:
     """Return the folder of a model's files: `path` itself if it is a folder, else the run folder of the checkpoint
     `path`.
     """

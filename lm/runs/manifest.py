@@ -25,7 +25,7 @@ MANIFEST = "manifest.jsonl"
 Entry = dict[str, Plain]  # a line of the manifest
 
 
-def entry(name: str, sha256: str, step: int, weights: str | None = None) -> Entry:
+def manifest_entry(name: str, sha256: str, step: int, weights: str | None = None) -> Entry:
     """Return the manifest's line for the file `name`, a path within the folder.
 
     Args:
@@ -57,7 +57,7 @@ def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weig
             file.write(content)
             file.flush()  # a full disk shows here, while every file is still as it was
         hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        add_entries(folder, *(entry(name, sha256, step, weights) for name, sha256 in hashes.items()))
+        add_entries(folder, *(manifest_entry(name, sha256, step, weights) for name, sha256 in hashes.items()))
 
 
 def check_file(folder: Path, name: str, sha256: str | None = None, advice: str = "bring it back") -> None:

@@ -27,7 +27,7 @@ from lm.runs.folder import (
     METRICS,
     Curve,
     check_log,
-    curve,
+    logged_curve,
     read_environment,
     read_metrics,
     require_run,
@@ -36,7 +36,7 @@ from lm.runs.manifest import read_file
 from lm.statistics.units import weighted_mean
 
 
-def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
+def run_starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     """Return the settings, as dotted keys, of each start of a run that contributed steps to its weights; [] without a
     training run.
 
@@ -50,10 +50,10 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
-    """Return a run's value of setting `name`; None if it is not recorded. If `starts` differ in it, the value is a text
-    such as `32, from step 500 bf16-mixed`.
+    """Return a run's value of setting `name`; None if it is not recorded. If its starts differ in the value, it is a
+    text such as `32, from step 500 bf16-mixed`.
     """
-    recorded_values = [(start["step"], start[name]) for start in starts(environment) if start.get(name) is not None]
+    recorded_values = [(start["step"], start[name]) for start in run_starts(environment) if start.get(name) is not None]
     changes = [next(equal_values) for _, equal_values in groupby(recorded_values, key=itemgetter(1))]
     if len(changes) < 2:
         return changes[0][1] if changes else None
@@ -66,7 +66,7 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     one arm.
 
     Equal models have equal settings (`lm.config.tree.canonical_config`). Precision, compilation and the number of steps
-    have the values that the run's `starts` used. Initial weights (`init_from`) and the run that this run branches from
+    have the values that the run's starts used. Initial weights (`init_from`) and the run that this run branches from
     (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical_config(config)).items() if distinguishes_arms(key)}
@@ -80,12 +80,12 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     return definition | {f"swap.{name}": swap[name] for name in ("normalizer", "init", "arm") if name in swap}
 
 
-def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
+def arm_hash(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
     """Return the identifier of a run's arm: 12 hex digits of a hash of `arm_definition`."""
     return plain_sha256(arm_definition(config, environment))[:12]
 
 
-def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
+def training_seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
     """Return all seeds that decided a run's weights: seeds of the run that trained its initial weights, its own seed,
     and `data.seed` if it is set.
 
@@ -119,7 +119,7 @@ def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> 
         return reason
     if validation and not math.isfinite(_loss_and_unigram(validation)[0]):
         return "final val/loss is not finite"
-    losses = curve(lines, "train/loss").values
+    losses = logged_curve(lines, "train/loss").values
     losses = losses[np.isfinite(losses)]
     reason, has_risen = loss_above_unigram(validation), len(losses) and losses[-1] - losses.min() > MIN_LOSS_RISE
     return f"{reason}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}" if reason and has_risen else ""
@@ -211,7 +211,7 @@ class RunRecord:
         """Return the seeds of runs that trained the initial weights, then the run's own seeds. Runs of two arms with
         equal seeds are paired.
         """
-        return seeds(self.config, self.environment)
+        return training_seeds(self.config, self.environment)
 
     @property
     def tokens_seen(self) -> int | None:
@@ -225,7 +225,7 @@ class RunRecord:
 
     def curve(self, name: str) -> Curve:
         """Return the curve of the metric that the run logged as `name`."""
-        return curve(self.log_lines, name)
+        return logged_curve(self.log_lines, name)
 
     @property
     def tokens_before(self) -> int:
@@ -245,7 +245,7 @@ class RunRecord:
         """Return a text that lists the git commits of the run's launch and resumptions, and marks uncommitted changes.
         It is None if no commit is recorded.
         """
-        entries = [start for start in starts(self.environment) if start.get("git_commit")]
+        entries = [start for start in run_starts(self.environment) if start.get("git_commit")]
         labels = dict.fromkeys(
             f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}"
             for start in entries

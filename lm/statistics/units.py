@@ -1,5 +1,5 @@
-"""Units of measurements (sequences or questions, a row of a frame each): which of them choose learning rates, which are
-reported, and their weighted means.
+"""The units of a measurement are sequences or questions, a row of a frame each. This module divides them into those
+that choose learning rates and those that are reported, and computes their weighted means.
 """
 
 import hashlib
@@ -14,14 +14,12 @@ from lm.errors import RunError
 
 
 class NoDocuments(RunError):
-    """Raised if `selection_mask` leaves no held-out document to choose learning rates on, or none to report
-    results on.
-    """
+    """Raised if no held-out document is left to choose learning rates on, or none to report results on."""
 
 
 def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Return a mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates;
-    reports use all other units.
+    """Return the mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates.
+    Reports use all other units.
 
     `documents`, (units,), is the label of each unit's document. By a hash of label and data `fingerprint`, about a
     third of the documents are selecting documents, which choose checkpoints and rates. All others are reporting
@@ -33,8 +31,9 @@ def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
 
 
 def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
-    """Return the units of held-out documents that choose learning rates, or of those that are reported. All units are
-    returned if they don't come from such text. A sequence belongs to the document in which it begins.
+    """Return the units of held-out documents that choose learning rates (`selects`), or of those that are reported
+    (`reports`). Units that don't come from held-out text are all returned. A sequence belongs to the document in
+    which it begins.
 
     Raises NoDocuments: no unit is left.
     """
@@ -48,8 +47,9 @@ def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.Data
 
 
 def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return a row for each unit that a metric, by its name in metrics.jsonl, was measured on; its value is the mean
-    over all bins. Empty if it was not measured, or if only the mean is known."""
+    """Return a row for each unit on which a metric, by its name in metrics.jsonl, was measured. If the metric's axis
+    has bins, a row is the mean over all bins. The result is empty if only a mean is known, or nothing was measured.
+    """
     rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
     if not rows["until"].notna().any():
         return rows
@@ -57,14 +57,17 @@ def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def weighted_mean(rows: pd.DataFrame) -> float:
-    """Return the weighted mean of units; NaN if no unit has a value, which is one of weight 0."""
+    """Return the weighted mean of units; NaN if all weights are 0, which means that no unit has a value."""
     rows = rows[rows["weight"] > 0]
     return float(np.average(rows["value"], weights=rows["weight"])) if len(rows) else math.nan
 
 
 def mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1.0) -> pd.DataFrame:
-    """Return the weighted mean of `value` over the rows with equal `keys`, in the order in which they come first. It is
-    NaN without weight, or where a value with weight is NaN. Other columns are those of the first of these rows."""
+    """Return the weighted mean of `value` over the rows with equal `keys`, in the order in which these keys come first.
+    Other columns have the values of the first of these rows.
+
+    A mean is NaN without weight, or where a value with weight is NaN.
+    """
     codes = rows.groupby([*keys], sort=False, observed=True, dropna=False).ngroup().to_numpy()
     weights = np.broadcast_to(np.asarray(weights, float), len(rows))
     values = np.where(weights > 0, weights * rows["value"], 0.0)

@@ -16,7 +16,7 @@ from lm.runs.folder import PEAK_MEMORY
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
-from lm.training.starting import Best
+from lm.training.starting import BestStep
 from lm.training.step_callbacks import StepCallback
 
 
@@ -95,7 +95,7 @@ class Validation(EvaluationCallback):
             # losses that can't be compared
             has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
-                state.best = Best(result.step, loss, sha256)
+                state.best = BestStep(result.step, loss, sha256)
         return result
 
 

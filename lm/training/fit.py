@@ -31,10 +31,10 @@ from lm.runs.folder import (
     EVALUATIONS,
     METRICS,
     TOKENIZER,
+    checkpoint_path,
+    checkpoint_paths,
+    checkpoint_step,
     read_metrics,
-    step_of,
-    step_path,
-    step_paths,
     truncate_metrics,
 )
 from lm.runs.loading import LoadedModel, load
@@ -46,10 +46,10 @@ from lm.training.launcher import Process
 from lm.training.lightning_import import L, MisconfigurationException, SIGTERMException
 from lm.training.loggers import MetricsFile, make_loggers
 from lm.training.module import LanguageModel, StepData
-from lm.training.outside import outside_objects
-from lm.training.run_context import Ranks, RunContext
+from lm.training.run_context import RunContext, StoppableDDP
 from lm.training.starting import PhaseStart, resume_or_branch, start_from_checkpoint, start_new_run
 from lm.training.step_callbacks import AtomicCheckpointIO, Checkpoints, Metrics, ProgressBar, StopOnSignal
+from lm.training.user_classes import make_user_objects
 
 
 def fit(
@@ -88,7 +88,9 @@ def fit(
     else:
         start, run_facts, notes = start_new_run(config, store, source)
     if start.step >= config.trainer.max_steps:
-        if later_paths := [path for path in step_paths(config.run_folder / CHECKPOINTS) if step_of(path) > start.step]:
+        if later_paths := [
+            path for path in checkpoint_paths(config.run_folder / CHECKPOINTS) if checkpoint_step(path) > start.step
+        ]:
             reason = f"leaves no step up to trainer.max_steps, and the run has {later_paths[-1].name}"
             remedy = f"raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
             raise RunError(f"{checkpoint}: {reason}; {remedy}")
@@ -101,16 +103,16 @@ def fit(
 
     machine = Machine(accelerator, device, precision, compiled, process.launcher)
     facts = environment(config, store, start, machine, run_facts)
-    callbacks = outside_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
+    callbacks = make_user_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
     if is_main:
         print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
     loggers = make_loggers(config, facts, is_main)  # one that can't start leaves the run as it was
     if is_main:
         folder = config.run_folder
-        for path in reversed(step_paths(folder / CHECKPOINTS)):
-            if step_of(path) > start.step:
+        for path in reversed(checkpoint_paths(folder / CHECKPOINTS)):
+            if checkpoint_step(path) > start.step:
                 path.unlink()  # the newest first, as `resume=auto` goes on from the newest
-        truncate_after(folder, start.step)
+        truncate_run(folder, start.step)
         files = {CONFIG: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
         files |= {ENVIRONMENT: json_bytes(facts), TOKENIZER: (store.path / TOKENIZER).read_bytes()}
         write_files(folder, files, start.step)
@@ -172,7 +174,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
             if trainer.should_stop:  # the same on all ranks, as is the step
                 run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
                 return 128 + run.stop.signal
-            checkpoint = step_path(folder / CHECKPOINTS, step)
+            checkpoint = checkpoint_path(folder / CHECKPOINTS, step)
             start = start_from_checkpoint(config, load_checkpoint(checkpoint))
             run.progress.say(f"phase {start.phase + 1} from step {step:,}: {config.training_phases[start.phase].label}")
 
@@ -184,7 +186,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
         accelerator=run.machine.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
-        strategy=Ranks(run.stop) if config.world_size > 1 else "auto",
+        strategy=StoppableDDP(run.stop) if config.world_size > 1 else "auto",
         precision="bf16-mixed" if run.machine.bf16 else "32-true",
         max_steps=config.phase_ends[start.phase],
         max_epochs=-1,
@@ -232,7 +234,7 @@ def final_divergence(folder: Path, step: int) -> str:
     return divergence(read_metrics(folder), validation)
 
 
-def truncate_after(run: Path, step: int) -> None:
+def truncate_run(run: Path, step: int) -> None:
     """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines and
     evaluations. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
     """

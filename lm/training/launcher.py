@@ -87,10 +87,10 @@ def end_with_parent(process: Process) -> None:
     if not process.is_child:
         os.environ[STARTER_VARIABLE] = str(os.getpid())
     elif starter := os.environ.get(STARTER_VARIABLE):
-        threading.Thread(target=_end_after, args=(int(starter),), daemon=True).start()
+        threading.Thread(target=_exit_without_parent, args=(int(starter),), daemon=True).start()
 
 
-def _end_after(parent: int) -> None:
+def _exit_without_parent(parent: int) -> None:
     """End this process at once when the process `parent` is no longer its parent."""
     while os.getppid() == parent:
         time.sleep(0.5)

@@ -12,7 +12,7 @@ from lm.plain import Plain, to_plain
 from lm.runs.evaluations import LOSS
 from lm.runs.folder import METRICS
 from lm.training.lightning_import import L
-from lm.training.outside import outside_objects
+from lm.training.user_classes import make_user_objects
 from lm.training.wandb_runs import experiment_labels, finish_wandb_run, start_wandb_run, wandb_mode
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class MetricsFile(RunLogger):
             raise RunError(f"{self.path}: can't log step {step}: {error.strerror}; go on with resume=auto") from None
 
 
-class Mirror(RunLogger):
+class FailsafeLogger(RunLogger):
     """Base class that comes before a Logger, so that an error of that Logger doesn't end the run. After an error it
     gets no more metrics.
     """
@@ -115,7 +115,7 @@ class Mirror(RunLogger):
         self.attempt(super().finalize, status)
 
 
-class WandbRun(Mirror, WandbLogger):
+class WandbRun(FailsafeLogger, WandbLogger):
     """Logs to a wandb run, which draws each metric as a function of the number of tokens."""
 
     label = "wandb"
@@ -147,7 +147,7 @@ def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -
         ConfigError: a user's logger can't be imported or made.
         RunError: wandb can't be started.
     """
-    outside = outside_objects("log.to", config.log.outside_loggers, Logger, Mirror)
+    outside = make_user_objects("log.to", config.log.outside_loggers, Logger, FailsafeLogger)
     for logger in outside:
         logger.attempt(logger.log_hyperparams, to_plain(config))
     loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)] * is_main

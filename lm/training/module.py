@@ -35,9 +35,9 @@ class LanguageModel(L.LightningModule):
 
     # results of the step just made, the same on all ranks
     grad_norm: float  # norm of the whole gradient, before clipping
-    stop: bool  # whether a rank was asked to stop after the step
+    stop_requested: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
-    logged: tuple[float, float] | tuple[()] = ()  # loss and tokens a second, if they were just logged
+    last_logged: tuple[float, float] | tuple[()] = ()  # loss and tokens a second, if they were just logged
 
     def __init__(self, run: RunContext, start: PhaseStart):
         super().__init__()
@@ -49,7 +49,7 @@ class LanguageModel(L.LightningModule):
             self.decoder.compile_blocks(len(config.data.lengths.weights) or 1)
         self.accumulation = config.sequences_per_rank // config.micro_batch
         # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
-        self.sums: Tensor | None = None
+        self.loss_sums: Tensor | None = None
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Return no callbacks. Unblock stop signals, which this process blocked while Lightning started other
@@ -81,7 +81,7 @@ class LanguageModel(L.LightningModule):
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
         n_targets = (batch.targets != NO_TARGET).sum() if has_ignored else loss.new_full((), batch.targets.numel())
         sums = torch.stack((loss.detach().double(), n_targets.double()))
-        self.sums = sums if self.sums is None else self.sums + sums
+        self.loss_sums = sums if self.loss_sums is None else self.loss_sums + sums
         # Lightning divides the loss by `accumulation`, DDP the gradients by the number of ranks.
         return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
 
@@ -113,7 +113,7 @@ class LanguageModel(L.LightningModule):
             factor = optim.batch_tokens / n_targets
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
-        self.grad_norm, self.stop = grad_norm, stop > 0
+        self.grad_norm, self.stop_requested = grad_norm, stop > 0
         if not (math.isfinite(grad_norm) and math.isfinite(nll)):
             step, gradients = self.global_step + 1, {name: p.grad for name, p in self.decoder.named_parameters()}
             bad_names = (name for name, grad in gradients.items() if grad is not None and not grad.isfinite().all())
@@ -129,7 +129,10 @@ class LanguageModel(L.LightningModule):
         """Return sums over all ranks, (3,) float64: loss (nats), targets, number of ranks asked to stop. Reset this
         rank's sums.
         """
-        sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(bool(self.run.stop.signal))))), None
+        sums, self.loss_sums = (
+            torch.cat((self.loss_sums, self.loss_sums.new_full((1,), float(bool(self.run.stop.signal))))),
+            None,
+        )
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums
@@ -154,7 +157,7 @@ class LanguageModel(L.LightningModule):
         state.elapsed_s = run.clock.seconds()
         checkpoint["lm"] = {
             "format": CHECKPOINT_FORMAT,
-            "config": run.yaml,
+            "config": run.config_yaml,
             "vocab_size": self.decoder.vocab_size,
             "data_fingerprint": run.store.fingerprint,
             "step": self.global_step,

@@ -66,16 +66,16 @@ class StopRequest:
     def listen(self) -> None:
         """Set this object's handlers of the signals, also where another handler has taken their place."""
         for number in self._old_handlers:
-            signal.signal(number, self._after(number) if number == self.signal else self._record_signal)
+            signal.signal(number, self._next_handler(number) if number == self.signal else self._record_signal)
 
-    def _after(self, number: int) -> signal.Handlers:
+    def _next_handler(self, number: int) -> signal.Handlers:
         """Return what handles a signal after the first one of its number."""
         return signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         """Record a signal, and let the next one of its number end the process."""
         self.signal = number
-        signal.signal(number, self._after(number))
+        signal.signal(number, self._next_handler(number))
         if number == signal.SIGHUP:  # writing to a closed terminal would raise an error
             null_device = os.open(os.devnull, os.O_WRONLY)
             for output in self._terminals:
@@ -83,7 +83,7 @@ class StopRequest:
             os.close(null_device)
 
 
-class Ranks(L.pytorch.strategies.DDPStrategy):
+class StoppableDDP(L.pytorch.strategies.DDPStrategy):
     """Lightning's DDP, in which the stop request handles SIGTERM from the first barrier of a phase on.
 
     Lightning sets a handler of its own right before this barrier. That handler waits for the other ranks, and would
@@ -117,7 +117,7 @@ class RunContext:
     stop: StopRequest = field(default_factory=StopRequest)
 
     @cached_property
-    def yaml(self) -> str:
+    def config_yaml(self) -> str:
         """Return the configuration as in config.yaml. It is made once, as that takes longer than saving a small
         model.
         """

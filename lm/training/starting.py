@@ -26,15 +26,15 @@ from lm.runs.folder import (
     CHECKPOINTS,
     TOKENIZER,
     check_log,
-    is_own,
+    checkpoint_path,
+    checkpoint_paths,
+    checkpoint_step,
+    owns_checkpoint,
     read_environment,
-    step_of,
-    step_path,
-    step_paths,
 )
 from lm.runs.loading import LoadedModel, check_finite, load
-from lm.runs.record import arm, seeds, tokens_before
-from lm.runs.same_run import config_problems, trained_config
+from lm.runs.record import arm_hash, tokens_before, training_seeds
+from lm.runs.resume_checks import resume_problems, trained_config
 from lm.training.optimizers import GROUPS, freeze, saved_state
 
 # ---------------------------------------------------------------- checks that need no data
@@ -61,10 +61,13 @@ def check_before_data(
     resolve_device(config)
     if checkpoint:
         metadata, trained = content["lm"], trained_config(content["lm"], checkpoint)
-        config, branches = with_steps(config, metadata["vocab_size"]), not is_own(config.run_folder, checkpoint)
-        problems = config_problems(config, trained, metadata, checkpoint, branches)
+        config, branches = (
+            with_steps(config, metadata["vocab_size"]),
+            not owns_checkpoint(config.run_folder, checkpoint),
+        )
+        problems = resume_problems(config, trained, metadata, checkpoint, branches)
         if branches and not problems:
-            shapes = (_shape(side, metadata["phase"]) for side in (config, trained))
+            shapes = (_valueless_decoder(side, metadata["phase"]) for side in (config, trained))
             problems = _weights_problems(config, *shapes, checkpoint)
         if branches and metadata["step"] >= config.trainer.max_steps:
             reason = f"leaves no step after step {metadata['step']} of {checkpoint} (branch_from)"
@@ -76,7 +79,7 @@ def check_before_data(
     check_plugin_causality(config)
     if checkpoint or not config.init_from:
         return config, None
-    source, shape = load(config.init_from), _shape(config, 0)
+    source, shape = load(config.init_from), _valueless_decoder(config, 0)
     models = ({"model": to_plain(model, include_defaults=True)} for model in (shape.config, source.decoder.config))
     problems = [
         Problem(key, value, f"{source.path} has {value_text(source_value)}", "set it to that")
@@ -89,7 +92,7 @@ def check_before_data(
     return with_steps(config, source.spec.vocab_size), source
 
 
-def _shape(config: Config, phase: int) -> Decoder:
+def _valueless_decoder(config: Config, phase: int) -> Decoder:
     """Return the decoder of a phase without values, on the meta device. Its vocabulary has size 1, as the size is not
     known before the data are.
     """
@@ -103,7 +106,7 @@ def _check_trainable(config: Config) -> None:
     """
     problems, groups = [], set()
     for index, phase in enumerate(config.training_phases):
-        freeze(shape := _shape(config, index), config.train_only)
+        freeze(shape := _valueless_decoder(config, index), config.train_only)
         trained = {parameter_group(name, p) for name, p in shape.named_parameters() if p.requires_grad}
         groups |= trained
         if not trained:
@@ -149,7 +152,7 @@ def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: P
 
 
 @dataclass(frozen=True)
-class Best:
+class BestStep:
     """The best step has the lowest loss (nats per target) so far on validation sequences that choose the checkpoint.
     The hash of these sequences tells whether losses can be compared.
     """
@@ -165,7 +168,7 @@ class RunState:
     time.
     """
 
-    best: Best | None = None  # the lowest validation so far
+    best: BestStep | None = None  # the lowest validation so far
     # loss (nats) and targets over all ranks since the last logged line
     nll_since_line: float = 0.0
     targets_since_line: int = 0
@@ -176,8 +179,8 @@ class RunState:
         """Return the run state in a checkpoint's `metadata`. Its `best` is None if `folder` no longer has the
         checkpoint of the best step.
         """
-        best = metadata["best"] and Best(**metadata["best"])
-        if best and not step_path(folder, best.step).exists():  # deleted as a run went back
+        best = metadata["best"] and BestStep(**metadata["best"])
+        if best and not checkpoint_path(folder, best.step).exists():  # deleted as a run went back
             best = None
         return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 
@@ -238,8 +241,8 @@ def start_new_run(
     source.decoder.to("meta")  # or the weights would be held twice during training
     origin = {
         "path": str(source.path),
-        "step": source.stamp["step"],
-        "tokens": source.stamp["tokens_seen"],
+        "step": source.training_facts["step"],
+        "tokens": source.training_facts["tokens_seen"],
         "normalizer": source.decoder.config.normalizer.label(),
         "weights": weights_sha256(decoder.state_dict())[:12],
     }
@@ -248,10 +251,10 @@ def start_new_run(
     origin |= {"arm": origin["weights"], "seeds": []}
     if source.config:
         run = to_plain(source.config), source.environment
-        origin |= {"arm": arm(*run), "seeds": list(seeds(*run))}
+        origin |= {"arm": arm_hash(*run), "seeds": list(training_seeds(*run))}
     notes = [f"weights from {source.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
     notes += _change_notes(source.decoder.config.position, source.decoder.seq_len, config, 0)
-    if not origin["tokens"] or store.fingerprint != source.stamp["data_fingerprint"]:
+    if not origin["tokens"] or store.fingerprint != source.training_facts["data_fingerprint"]:
         known = "on other data or another split" if origin["tokens"] else "on text that is not known"
         notes.append(f"note: those weights were trained {known}: what is held out here they may have seen")
     return start, {"started_from": origin}, notes
@@ -346,9 +349,9 @@ def resume_or_branch(
     if not math.isclose(*rates, rel_tol=0.01):
         factor = f", by a factor of {rates[1] / rates[0]:.3g}" if rates[0] else ""
         notes = [f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {step + 1}{factor}"]
-    if is_own(config.run_folder, path):
+    if owns_checkpoint(config.run_folder, path):
         check_log(run, step)
-        if any(step_of(other) > step for other in step_paths(path.parent)):
+        if any(checkpoint_step(other) > step for other in checkpoint_paths(path.parent)):
             later = "checkpoints, metrics and evaluations of later steps are deleted"
             notes.insert(0, f"note: back to step {step}; {later}")
         return start, facts, [f"goes on from step {step:,} of {steps:,}: {path}", *notes]
@@ -358,7 +361,7 @@ def resume_or_branch(
         "path": str(path),
         "step": step,
         "tokens": metadata["tokens"],
-        "arm": arm(to_plain(trained), earlier),
+        "arm": arm_hash(to_plain(trained), earlier),
     }
     notes += _change_notes(
         trained.model_in_phase(metadata["phase"]).position, trained.data.seq_len, config, metadata["phase"]

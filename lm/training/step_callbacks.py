@@ -13,11 +13,11 @@ from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.folder import CHECKPOINTS, PEAK_MEMORY, step_of, step_path, step_paths
+from lm.runs.folder import CHECKPOINTS, PEAK_MEMORY, checkpoint_path, checkpoint_paths, checkpoint_step
 from lm.training.lightning_import import L, SIGTERMException
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
-from lm.training.starting import Best
+from lm.training.starting import BestStep
 
 
 class StepCallback(L.Callback):
@@ -44,7 +44,7 @@ class StopOnSignal(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Stop training on all ranks after the step in which any rank received a signal."""
-        if module.stop:
+        if module.stop_requested:
             self.run.stop.signal = self.run.stop.signal or signal.SIGTERM
             trainer.should_stop = True
 
@@ -87,7 +87,7 @@ class Metrics(StepCallback):
                 **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
             },
         )
-        module.logged = loss, speed
+        module.last_logged = loss, speed
 
 
 def normalizer_parameters(decoder: Decoder) -> dict[str, float]:
@@ -119,8 +119,8 @@ class ProgressBar(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Show that the step is done."""
-        self.run.progress.advance(step, *module.logged)
-        module.logged = ()
+        self.run.progress.advance(step, *module.last_logged)
+        module.last_logged = ()
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -203,7 +203,7 @@ class Checkpoints(StepCallback):
         Raises RunError on all of them: saving fails.
         """
         begin, self.saved_step = time.perf_counter(), trainer.global_step
-        trainer.save_checkpoint(step_path(self.folder, self.saved_step))
+        trainer.save_checkpoint(checkpoint_path(self.folder, self.saved_step))
         failure = trainer.strategy.checkpoint_io.failure
         if trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
             raise failure or RunError("failed on another process")
@@ -211,12 +211,12 @@ class Checkpoints(StepCallback):
             self.prune(module.start.state.best)
         self.run.clock.exclude_since(begin)
 
-    def prune(self, best: Best | None) -> None:
+    def prune(self, best: BestStep | None) -> None:
         """Delete each `step-N.ckpt` but the newest, the best, the last regular ones (`is_regular`), and those of phase
         ends.
         """
-        steps = [step_of(path) for path in step_paths(self.folder)]
+        steps = [checkpoint_step(path) for path in checkpoint_paths(self.folder)]
         regular_steps = [step for step in steps if self.is_regular(step)][-self.config.trainer.keep_checkpoints :]
         kept_steps = {self.saved_step, best and best.step, *regular_steps, *self.config.phase_ends[:-1]}
         for step in {*steps} - kept_steps:
-            step_path(self.folder, step).unlink(missing_ok=True)
+            checkpoint_path(self.folder, step).unlink(missing_ok=True)

@@ -17,8 +17,8 @@ from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
     METRICS,
-    is_own,
-    step_paths,
+    checkpoint_paths,
+    owns_checkpoint,
 )
 from lm.runs.manifest import entries_of
 from lm.training.launcher import end_with_parent, this_process
@@ -33,7 +33,7 @@ def train(config: Config) -> int:
     process = this_process(config)
     end_with_parent(process)
     is_main, folder, checkpoint = process.rank == 0, config.run_folder, starting_checkpoint(config)
-    is_resumed = checkpoint and is_own(folder, checkpoint)
+    is_resumed = checkpoint and owns_checkpoint(folder, checkpoint)
     has_created_folder = is_main and not is_resumed and create_run_folder(folder, resume=bool(config.resume))
     with folder_lock(folder, ALREADY_TRAINING) if is_main else contextlib.nullcontext() as lock_note:
         if lock_note:
@@ -69,14 +69,14 @@ def starting_checkpoint(config: Config) -> Path | None:
     if resumed_path or not config.branch_from:
         return resumed_path
     path = expand_home(config.branch_from)
-    if files := step_paths(path / CHECKPOINTS):
+    if files := checkpoint_paths(path / CHECKPOINTS):
         path = files[-1]
     if not path.is_file():
-        names = ", ".join(checkpoint.name for checkpoint in step_paths(path.parent))
+        names = ", ".join(checkpoint.name for checkpoint in checkpoint_paths(path.parent))
         remedy = "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
         remedy = f"the run has: {names}" if names else remedy
         raise RunError(f"{path}: no such checkpoint (branch_from); {remedy}")
-    if is_own(config.run_folder, path):
+    if owns_checkpoint(config.run_folder, path):
         raise RunError(f"{path}: a run can't branch from itself; choose another name=...")
     return path
 
@@ -86,14 +86,14 @@ def _resumed_checkpoint(config: Config) -> Path | None:
     `starting_checkpoint` does.
     """
     folder = config.run_folder
-    files = step_paths(folder / CHECKPOINTS)
+    files = checkpoint_paths(folder / CHECKPOINTS)
     if config.resume != "auto":
         path = expand_home(config.resume)
         if not path.is_file():
             choices = f"one of {', '.join(file.name for file in files)} in {folder / CHECKPOINTS}"
             choices = choices if files else "a path; the run has no checkpoint"
             raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
-        if not is_own(folder, path):
+        if not owns_checkpoint(folder, path):
             raise _checkpoint_of_another_run(path, config)
         return path
     # a kill within the first save leaves a temporary file, perhaps with its line in the manifest
@@ -119,7 +119,7 @@ def refuse_moved_run(config: Config, files: list[str]) -> None:
     Raises RunError: the folder was renamed, or `runs` is relative to another folder, so that a new run would start.
     """
     for folder in [Path(file).parent / CHECKPOINTS for file in files if config.resume == "auto"]:
-        if (checkpoints := step_paths(folder)) and not is_own(config.run_folder, checkpoints[-1]):
+        if (checkpoints := checkpoint_paths(folder)) and not owns_checkpoint(config.run_folder, checkpoints[-1]):
             raise _checkpoint_of_another_run(checkpoints[-1], config)
 
 

@@ -8,7 +8,7 @@ from lm.config.tree import canonical_config, config_differences, model_function_
 from lm.errors import ConfigError
 from lm.files import plain_sha256
 from lm.plain import to_plain
-from lm.runs.record import arm
+from lm.runs.record import arm_hash
 from lm.training.train import train
 
 WRITTEN_OUT = [
@@ -23,7 +23,7 @@ def test_a_model_with_its_nulls_written_out_is_the_same_model(tiny, written: lis
     assert to_plain(config) != to_plain(full_config)
     assert config_differences(to_plain(config), to_plain(full_config)) == {}
     assert canonical_config(to_plain(config)) == canonical_config(to_plain(full_config))
-    assert arm(to_plain(config), {}) == arm(to_plain(full_config), {})
+    assert arm_hash(to_plain(config), {}) == arm_hash(to_plain(full_config), {})
     assert model_function_options(config.model) == model_function_options(full_config.model)
 
 
@@ -50,7 +50,7 @@ def test_differences_are_those_that_were_made(tiny, changes: list[str], found: d
 def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_were(tiny):
     """The values are those of 0.12.0."""
     config = tiny(*SIZES, "data.root=data", "data.source={name: files, paths: [texts]}")
-    assert arm(to_plain(config), {}) == "c5aef34a6f8f"
+    assert arm_hash(to_plain(config), {}) == "c5aef34a6f8f"
     assert plain_sha256(model_function_options(config.model))[:12] == "a33fed0169cd"
     assert model_function_options(tiny(*SIZES, "model.mlp_bias=true").model) != model_function_options(config.model)
     assert model_function_options(tiny(*SIZES, "model.position.scaling=linear").model) != model_function_options(

@@ -60,7 +60,7 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
 
 def test_what_was_dropped_by_going_back_does_not_count():
     environment = {"starts": [start(0), start(6, "bf16-mixed"), start(4), start(4, compiled=True)]}
-    assert [start_record["step"] for start_record in record.starts(environment)] == [0, 4]
+    assert [start_record["step"] for start_record in record.run_starts(environment)] == [0, 4]
     assert record.start_setting(environment, "precision") == "32"
     assert record.start_setting(environment, "compile") == "false, from step 4 true"
 
@@ -111,15 +111,19 @@ def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():
         {"swap": {"normalizer": "softmax", "init": init, "arm": label}}
         for init, label in (("match", "a"), ("unit", "a"), ("match", "b"))
     ]
-    assert len({record.arm(config, environment) for environment in histories}) == 3
-    assert record.arm(config, histories[0]) == record.arm(config | {"seed": 2, "name": "other"}, histories[0])
+    assert len({record.arm_hash(config, environment) for environment in histories}) == 3
+    assert record.arm_hash(config, histories[0]) == record.arm_hash(config | {"seed": 2, "name": "other"}, histories[0])
 
 
 def test_runs_of_one_seed_and_several_of_their_data_are_told_apart_as_seeds():
     config = {"seed": 1, "data": {"seq_len": 8}}
-    assert record.seeds(config, {}) == record.seeds({"seed": 1, "data": {"seq_len": 8, "seed": 1}}, {}) == (1,)
-    assert record.seeds({"seed": 1, "data": {"seed": 2}}, {}) == (1, 2)
-    assert record.arm(config, {}) == record.arm({"seed": 1, "data": {"seq_len": 8, "seed": 2}}, {})
+    assert (
+        record.training_seeds(config, {})
+        == record.training_seeds({"seed": 1, "data": {"seq_len": 8, "seed": 1}}, {})
+        == (1,)
+    )
+    assert record.training_seeds({"seed": 1, "data": {"seed": 2}}, {}) == (1, 2)
+    assert record.arm_hash(config, {}) == record.arm_hash({"seed": 1, "data": {"seq_len": 8, "seed": 2}}, {})
 
 
 def started_from(root: Path, name: str, seed: int, source: int, arm: str = "abc") -> Path:

@@ -35,7 +35,7 @@ from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_files, load_evaluation, selection_loss
-from lm.runs.folder import step_paths
+from lm.runs.folder import checkpoint_paths
 from lm.runs.loading import load
 from lm.statistics.units import selection_mask
 from lm.training.train import train
@@ -317,7 +317,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     config = tiny("name=back", *options)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    assert [path.name for path in step_paths(checkpoints)] == [
+    assert [path.name for path in checkpoint_paths(checkpoints)] == [
         "step-000004.ckpt",
         "step-000006.ckpt",
         "step-000008.ckpt",
@@ -342,7 +342,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
         "note: back to step 4; checkpoints, metrics and evaluations of later steps are deleted"
         in capsys.readouterr().out
     )
-    assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
+    assert [path.name for path in checkpoint_paths(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
     assert load_checkpoint(last_checkpoint(checkpoints.parent))["lm"]["step"] == 6
     assert len(training_losses(config.run_folder)) == 6
     assert training_losses(config.run_folder)[:4] == expected[:4]
@@ -372,7 +372,7 @@ def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
     config = tiny("name=kept", *options, phases)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    assert [path.name for path in step_paths(checkpoints)] == [
+    assert [path.name for path in checkpoint_paths(checkpoints)] == [
         "step-000004.ckpt",
         "step-000018.ckpt",
         "step-000020.ckpt",

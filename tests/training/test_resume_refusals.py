@@ -26,7 +26,7 @@ from lm.files import (
     write_together,
 )
 from lm.runs.checkpoints import save_checkpoint
-from lm.runs.folder import ALREADY_TRAINING, METRICS, step_paths
+from lm.runs.folder import ALREADY_TRAINING, METRICS, checkpoint_paths
 from lm.runs.loading import export, load
 from lm.training.train import train
 
@@ -243,4 +243,4 @@ def test_a_renamed_run_folder_goes_on_under_its_name_alone(tiny, tmp_path: Path)
     )
     assert not config.run_folder.exists()
     assert lm("train", str(moved / "config.yaml"), *resume, "name=b").returncode == 0
-    assert [path.name for path in step_paths(moved / "checkpoints")] == ["step-000004.ckpt", "step-000006.ckpt"]
+    assert [path.name for path in checkpoint_paths(moved / "checkpoints")] == ["step-000004.ckpt", "step-000006.ckpt"]

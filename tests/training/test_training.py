@@ -16,8 +16,8 @@ from lm.config.load import parse_config
 from lm.errors import RunError
 from lm.files import new_temporary_path
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.folder import command_line, step_paths
-from lm.training.fit import truncate_after
+from lm.runs.folder import checkpoint_paths, command_line
+from lm.training.fit import truncate_run
 from lm.training.loggers import MetricsFile
 from lm.training.module import LanguageModel
 from lm.training.step_callbacks import StopOnSignal
@@ -57,7 +57,7 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     peaks = [line["peak_memory_bytes"] for line in lines]
     assert peaks == sorted(peaks)
     assert 2**26 < peaks[-1] < 2**36
-    assert [path.name for path in step_paths(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
+    assert [path.name for path in checkpoint_paths(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
     assert load_checkpoint(last_checkpoint(folder))["lm"]["step"] == 40
     loss, bits = stored_curves(folder, "validation", 40)
     assert bits.metric == "val/bits_per_byte"
@@ -225,7 +225,7 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
         (tmp_path / name).write_text("")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    truncate_after(tmp_path, 2)
+    truncate_run(tmp_path, 2)
     assert [p.name for p in [*tmp_path.glob(".*"), *tmp_path.glob("checkpoints/.*")]] == [".nfs000001"]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.csv"]

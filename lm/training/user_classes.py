@@ -7,7 +7,7 @@ from importlib import import_module
 from lm.errors import ConfigError, Problem, one_line
 
 
-def outside_objects(key: str, entries: list[str | dict], base: type, mixin: type | None = None) -> list[object]:
+def make_user_objects(key: str, entries: list[str | dict], base: type, mixin: type | None = None) -> list[object]:
     """Import the classes that `entries` of the list `key` name, and return an instance of each, made with its options.
 
     Args:

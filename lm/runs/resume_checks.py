@@ -21,7 +21,7 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
         raise RunError(f"{path}: its configuration is not readable: {one_line(error)}") from None
 
 
-def config_problems(
+def resume_problems(
     config: Config, training_config: Config, metadata: dict[str, Plain], path: Path, branches: bool = False
 ) -> list[Problem]:
     """Return every difference between `config` and the checkpoint's `training_config` that forbids resuming from the
