@@ -57,17 +57,17 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     random.seed(0)
-    experiment = read_experiment(asked.file, [])
+    experiment = read_experiment(arguments.file, [])
     configs = {arm.name: experiment.example_config(next(iter(experiment.sizes)), arm) for arm in experiment.arms}
     baseline, config = next(iter(configs.items()))
     vocab_size = expected_vocab_size(config.data)
     seconds = time_interleaved(
         {arm: training_step(side, vocab_size) for arm, side in (configs | {BASELINE_REPEAT: config}).items()},
-        asked.rounds,
+        arguments.rounds,
     )
     print_ratios(seconds, baseline, config.optim.batch_tokens)
     lines = [

@@ -72,5 +72,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("name")
     parser.add_argument("--add", action="store_true")
-    asked = parser.parse_args()
-    print(collect(asked.folder, asked.name, asked.add))
+    arguments = parser.parse_args()
+    print(collect(arguments.folder, arguments.name, arguments.add))

@@ -39,8 +39,9 @@ def inventory() -> dict[str, list[str]]:
 
 def _commands(command: object, path: str) -> Iterator[tuple[str, list[str]]]:
     """Yield (path, parameters) of a command and of all commands within it."""
-    own = [parameter for parameter in command.params if not parameter.name.endswith("_completion")]  # others: typer's
-    yield path, [_parameter_text(parameter) for parameter in own]
+    # parameters that end so are typer's own
+    parameters = [parameter for parameter in command.params if not parameter.name.endswith("_completion")]
+    yield path, [_parameter_text(parameter) for parameter in parameters]
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
@@ -54,13 +55,13 @@ def _parameter_text(parameter: object) -> str:
 
 def code_texts() -> dict[Path, bytes]:
     """Return the texts that are made from the code alone, by path. This takes seconds."""
-    made = {
+    contents = {
         ROOT / "docs" / "config.md": reference_markdown(),
         ROOT / "docs" / "metrics.md": metrics.metrics_page(),
         ROOT / "docs" / "normalizers.md": normalizers_page(),
         ROOT / "tests" / "inventory.yaml": yaml.safe_dump(inventory(), sort_keys=False, width=sys.maxsize),
     }
-    return {path: text.encode() for path, text in made.items()}
+    return {path: text.encode() for path, text in contents.items()}
 
 
 NORMALIZERS_PAGE_HEAD = """# Normalizers
@@ -125,17 +126,17 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--no-results", action="store_true")
     options = parser.parse_args()
-    made = code_texts() | ({} if options.no_results else recompute.generated_files())
+    contents = code_texts() | ({} if options.no_results else recompute.generated_files())
     sizes, limits = house_sizes(), json.loads(LIMITS_FILE.read_text())
     risen = [total for total in TOTALS if sizes[total] > limits[total]]
     if not options.check and not risen:
-        made[LIMITS_FILE] = (json.dumps(sizes, indent=2) + "\n").encode()
+        contents[LIMITS_FILE] = (json.dumps(sizes, indent=2) + "\n").encode()
     equal = recompute.is_current if options.check else bytes.__eq__
-    differing = [path for path, text in made.items() if not path.exists() or not equal(path.read_bytes(), text)]
+    differing = [path for path, text in contents.items() if not path.exists() or not equal(path.read_bytes(), text)]
     for path in differing:
         print(f"{path.relative_to(ROOT)}: {'differs from what it is made of' if options.check else 'written'}")
         if not options.check:
-            path.write_bytes(made[path])
+            path.write_bytes(contents[path])
     for total in risen:
         more = sizes[total] - limits[total]
         print(f"{total}: {more:,} code tokens more than before: delete as much as was added", file=sys.stderr)

@@ -188,9 +188,9 @@ class Measurement(ABC):
     """
 
     kind: ClassVar[str]  # key of the evaluation's options in `eval`
-    logged_metrics: ClassVar[tuple[Metric, ...]] = ()  # what it logs, with words in braces in names for what differs
-    measures_in_fp32: ClassVar[bool] = False  # whether it measures in fp32, whatever the precision of training
-    has_fixed_lengths: ClassVar[bool] = False  # whether it measures the same sequences whatever the training length is
+    logged_metrics: ClassVar[tuple[Metric, ...]] = ()  # metrics that it logs; words in braces differ between runs
+    measures_in_fp32: ClassVar[bool] = False  # whether it measures in fp32, even if training is in bf16
+    has_fixed_lengths: ClassVar[bool] = False  # whether its sequences don't depend on the training length
     held_out: Sequence[HeldOutSequences] = ()  # the held-out sequences that it reads, if it reads any
 
     def __init__(self, config: Config, store: Store | None):
