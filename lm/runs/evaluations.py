@@ -148,15 +148,18 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     distinct = {str(definition): definition for definition in definitions.values()}
     subjects = dict(zip(distinct, task_names([*distinct.values()]), strict=True))
     logged = {(code, name): metrics[code].logs(name) for code, name in set(names)}
-    columns = {name: np.array([getattr(of, name) for of in evaluations], object)[numbers] for name in FACT_COLUMNS}
-    of_metric = ("quantity", "title", "unit", "better")
-    columns |= {name: np.array([getattr(of, name) for of in metrics], object)[codes] for name in of_metric}
+    columns = {
+        name: np.array([getattr(evaluation, name) for evaluation in evaluations], object)[numbers]
+        for name in FACT_COLUMNS
+    }
+    metric_columns = ("quantity", "title", "unit", "better")
+    columns |= {name: np.array([getattr(metric, name) for metric in metrics], object)[codes] for name in metric_columns}
     columns |= {
         "evaluation": numbers,
         "seq_len": columns["seq_len"].astype(int),
         "about": pd.Categorical.from_codes(codes, pd.Index(metrics, dtype=object)),
         "subject": [subjects[str(definitions[pair])] for pair in tasks],
-        "control": np.array([of.control for of in metrics], bool)[codes],
+        "control": np.array([metric.control for metric in metrics], bool)[codes],
         "logged": np.array([logged[pair] for pair in names], bool),
         "shape": np.select([rows["x"].isna(), rows["until"].notna()], ["number", "bins"], "points").astype(object),
     }

@@ -27,7 +27,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     parameters, flops, tokens = count_parameters(decoder), flops_per_token(decoder), steps * optim.batch_tokens
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     epochs = tokens * config.data.text_weight / store.train.n_tokens
-    phases, reading = zip(config.phases, config.phase_ends, strict=False), config.config_in_phase(start.phase)
+    phases, phase_config = zip(config.phases, config.phase_ends, strict=False), config.config_in_phase(start.phase)
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
@@ -42,7 +42,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "tokens": f"{steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + ("" if config.data.symbolic else f" ({epochs:.2f} epochs)"),
         "device": f"{config.world_size} x {machine.device_name}, precision {machine.precision}, compile "
-        f"{machine.compilation}, micro-batches of {reading.micro_batch * reading.data.seq_len:,} tokens",
+        f"{machine.compilation}, micro-batches of {phase_config.micro_batch * phase_config.data.seq_len:,} tokens",
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all",
         "optimizer": f"{optim.optimizer.name}, lr {optim.lr:g}, {optim.schedule.name}, warm-up of "
         f"{optim.n_warmup_steps(steps)} steps",

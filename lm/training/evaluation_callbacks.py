@@ -21,8 +21,8 @@ from lm.training.step_callbacks import StepCallback
 
 
 class EvaluationCallback(StepCallback):
-    """Makes one measurement when it is due, on all ranks, and writes its result to a file in evaluations/ and a line in
-    metrics.jsonl.
+    """This callback makes one measurement when it is due, on all ranks. It writes the result to a file in evaluations/
+    and a line in metrics.jsonl.
 
     Training time excludes measurements. If a measurement fails, the failure is logged, and training continues unless
     `eval.on_error` is stop.
@@ -82,7 +82,7 @@ class EvaluationCallback(StepCallback):
 
 
 class Validation(EvaluationCallback):
-    """Measures the loss at the training length, every `Config.validation_every` steps and at the end."""
+    """This callback measures the loss at the training length, every `Config.validation_every` steps and at the end."""
 
     kind, precedes_checkpoint = "validation", True
 
@@ -100,7 +100,9 @@ class Validation(EvaluationCallback):
 
 
 class CallbackMetrics(EvaluationCallback):
-    """Records what users' callbacks gave to `self.log`, at the last step, so that it can decide an experiment."""
+    """This callback records what users' callbacks gave to `self.log`, at the last step, so that it can decide an
+    experiment.
+    """
 
     kind, precedes_checkpoint = "callbacks", True
 
@@ -123,43 +125,45 @@ class CallbackMetrics(EvaluationCallback):
 
 
 class OtherTexts(EvaluationCallback):
-    """Measures the loss on other texts (`eval.texts`)."""
+    """This callback measures the loss on other texts (`eval.texts`)."""
 
     kind = "texts"
 
 
 class LossByLength(EvaluationCallback):
-    """Measures the loss of the same tokens in sequences of several lengths (`eval.by_length`)."""
+    """This callback measures the loss of the same tokens in sequences of several lengths (`eval.by_length`)."""
 
     kind = "by_length"
 
 
 class LongContextLoss(EvaluationCallback):
-    """Measures the loss by position in sequences beyond the training length (`eval.long_context`)."""
+    """This callback measures the loss by position in sequences beyond the training length (`eval.long_context`)."""
 
     kind = "long_context"
 
 
 class Recall(EvaluationCallback):
-    """Measures the accuracy of answers in synthetic sequences, by their length (`eval.recall`)."""
+    """This callback measures the accuracy of answers in synthetic sequences, by their length (`eval.recall`)."""
 
     kind = "recall"
 
 
 class NeedleRetrieval(EvaluationCallback):
-    """Measures how often the model answers with a number hidden in long text, by length and depth (`eval.needle`)."""
+    """This callback measures how often the model answers with a number hidden in long text, by length and depth
+    (`eval.needle`).
+    """
 
     kind = "needle"
 
 
 class DownstreamTasks(EvaluationCallback):
-    """Measures tasks of lm-eval (`eval.tasks`)."""
+    """This callback measures tasks of lm-eval (`eval.tasks`)."""
 
     kind = "tasks"
 
 
 class Diagnostics(EvaluationCallback):
-    """Measures the concentration of attention and other properties of it (`eval.diagnostics`)."""
+    """This callback measures the concentration of attention and other properties of it (`eval.diagnostics`)."""
 
     kind = "diagnostics"
 
@@ -180,7 +184,7 @@ EVALUATION_CALLBACKS: dict[str, type[EvaluationCallback]] = {
 
 
 class SwapEffect(StepCallback):
-    """Measures the effect of a swap of the normalizers where a phase begins."""
+    """This callback measures the effect of a swap of the normalizers where a phase begins."""
 
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """Compare the models before and after the swap, and free the memory of the one before."""

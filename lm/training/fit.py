@@ -165,8 +165,8 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                     data.loader.kill_workers()
             step = trainer.global_step
             if step >= config.trainer.max_steps:
-                how = final_divergence(folder, step) if trainer.is_global_zero else ""
-                run.progress.say(f"done: {folder}" + (f", diverged: {how}" if how else ""))
+                divergence_text = final_divergence(folder, step) if trainer.is_global_zero else ""
+                run.progress.say(f"done: {folder}" + (f", diverged: {divergence_text}" if divergence_text else ""))
                 return 0
             if trainer.should_stop and not run.stop.signal:
                 advice = f"leave it out, or set trainer.max_steps={step}; resume=auto goes on"
@@ -261,9 +261,9 @@ def _evaluate_missing(
         for result in evaluate_model(folder, load(checkpoint), missing, open_device(config, facts)):
             means = {"tokens": result.evaluation.tokens_seen, **logged_means(result.evaluation)}
             MetricsFile(folder / METRICS).write(means, step)
-    how = final_divergence(folder, step)
+    divergence_text = final_divergence(folder, step)
     advice = f"raise trainer.max_steps to go on, or evaluate it with other options: lm eval {folder} KEY=VALUE"
-    print(f"{folder}: complete at step {step}{how and f', diverged: {how}'}; {advice}")
+    print(f"{folder}: complete at step {step}{divergence_text and f', diverged: {divergence_text}'}; {advice}")
 
 
 def quiet_lightning() -> None:

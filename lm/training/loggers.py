@@ -27,7 +27,7 @@ WANDB_FACTS += ("versions", "device", "precision", "compile")
 
 
 class RunLogger(Logger):
-    """Base class of the loggers of a run. In a class with several bases it comes first.
+    """A run logger is Lightning's Logger with lm's count of steps. Among several base classes it comes first.
 
     Step N is the state after N optimizer steps. Lightning, which logs what a callback gives to `self.log`, counts the
     steps before instead, and adds an epoch.
@@ -56,7 +56,7 @@ class RunLogger(Logger):
 
 
 class MetricsFile(RunLogger):
-    """Appends metrics as JSON lines to a run's metrics.jsonl (`path`), the log that reports read."""
+    """This logger appends metrics as JSON lines to a run's metrics.jsonl (`path`), the log that reports read."""
 
     name, version, save_dir = "metrics.jsonl", "", None
 
@@ -81,8 +81,8 @@ class MetricsFile(RunLogger):
 
 
 class FailsafeLogger(RunLogger):
-    """Base class that comes before a Logger, so that an error of that Logger doesn't end the run. After an error it
-    gets no more metrics.
+    """A failsafe logger is a Logger, the next base class, whose errors don't end the run. After an error it gets no
+    more metrics.
     """
 
     label: str  # the log's name for the user
@@ -116,7 +116,7 @@ class FailsafeLogger(RunLogger):
 
 
 class WandbRun(FailsafeLogger, WandbLogger):
-    """Logs to a wandb run, which draws each metric as a function of the number of tokens."""
+    """This logger writes to a wandb run, which draws each metric as a function of the number of tokens."""
 
     label = "wandb"
 

@@ -24,7 +24,7 @@ STEP_COUNTS, LOGGED_STEPS = "epoch_loop.automatic_optimization.optim_progress", 
 
 
 class LanguageModel(L.LightningModule):
-    """Trains a `Decoder` on a run's sequences of text and tasks, in one phase of the run.
+    """This LightningModule trains a `Decoder` on a run's sequences of text and tasks, in one phase of the run.
 
     The loss of a step is the mean loss over all its targets, however the step is split into micro-batches and ranks.
     Data fingerprint, seed and step determine batches and dropout, so a checkpoint stores no position in the data and no
@@ -37,7 +37,7 @@ class LanguageModel(L.LightningModule):
     grad_norm: float  # norm of the whole gradient, before clipping
     stop_requested: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
-    last_logged: tuple[float, float] | tuple[()] = ()  # loss and tokens a second, if they were just logged
+    last_logged: tuple[float, float] | tuple[()] = ()  # loss and tokens a second, if the step just logged them
 
     def __init__(self, run: RunContext, start: PhaseStart):
         super().__init__()
@@ -179,7 +179,9 @@ class LanguageModel(L.LightningModule):
 
 
 class StepData(L.LightningDataModule):
-    """Gives this rank's micro-batches of each step, a function of data fingerprint, seed and step."""
+    """This LightningDataModule gives this rank's micro-batches of each step, a function of data fingerprint, seed and
+    step.
+    """
 
     def __init__(self, run: RunContext, phase: int):
         super().__init__()

@@ -27,7 +27,7 @@ BATCH_ELEMENTS = 2**24
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Optimizer that updates the group `matrices` with Muon and all other groups with `torch.optim.AdamW`.
+    """This optimizer updates the group `matrices` with Muon and all other groups with `torch.optim.AdamW`.
 
     Projections that share a fused matrix, such as q, k and v, are updated separately. Each gets the update of
     `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/training/test_muon.py). Unlike torch's

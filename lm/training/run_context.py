@@ -21,7 +21,7 @@ from lm.training.lightning_import import L
 
 
 class Clock:
-    """Measures the seconds of training, without evaluations and checkpoints."""
+    """A clock measures the seconds of training, without evaluations and checkpoints."""
 
     def start(self, seconds: float) -> None:
         """Start the clock at `seconds` of training so far."""
@@ -37,7 +37,7 @@ class Clock:
 
 
 class StopRequest:
-    """Records the first of `STOP_SIGNALS` that asks this process to end its run.
+    """A stop request records the first of `STOP_SIGNALS` that asks this process to end its run.
 
     It is a context manager around all phases of a run. A repeated signal ends the process at once, except SIGHUP, which
     a closed terminal sends more than once. A second signal of another number is only recorded, as a parent that ends
@@ -84,10 +84,11 @@ class StopRequest:
 
 
 class StoppableDDP(L.pytorch.strategies.DDPStrategy):
-    """Lightning's DDP, in which the stop request handles SIGTERM from the first barrier of a phase on.
+    """This strategy is Lightning's DDP, except that the stop request handles SIGTERM from the first barrier of a phase
+    on.
 
-    Lightning sets a handler of its own right before this barrier. That handler waits for the other ranks, and would
-    wait for ever for a rank that gets the signal at another moment.
+    Lightning sets a handler of its own right before this barrier. That handler waits for the other ranks. If they get
+    the signal at another moment, it would wait for ever.
     """
 
     def __init__(self, stop: StopRequest):
@@ -102,8 +103,8 @@ class StoppableDDP(L.pytorch.strategies.DDPStrategy):
 
 @dataclass
 class RunContext:
-    """Holds the objects shared by all phases of a run. `measurements` are the evaluations to make, the validation
-    first.
+    """A run context holds the objects shared by all phases of a run. `measurements` are the evaluations to make, the
+    validation first.
     """
 
     config: Config

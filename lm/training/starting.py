@@ -197,7 +197,9 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """The start of a phase. A phase is a part of a run with its own normalizers, positions and sequence length."""
+    """A phase start is all from which the training of a phase begins. A phase is a part of a run with its own
+    normalizers, positions and sequence length.
+    """
 
     step: int  # optimizer steps done
     phase: int

@@ -21,8 +21,8 @@ from lm.training.starting import BestStep
 
 
 class StepCallback(L.Callback):
-    """Base class of callbacks that act after an optimizer step, in the hook `on_step`. Lightning calls its own hooks
-    for each micro-batch.
+    """A step callback acts after each optimizer step, in its hook `on_step`. Lightning calls its own hooks for each
+    micro-batch.
     """
 
     def __init__(self, run: RunContext):
@@ -40,7 +40,9 @@ class StepCallback(L.Callback):
 
 
 class StopOnSignal(StepCallback):
-    """Ends training at a signal (`StopRequest`) after the current step, on all ranks, with a checkpoint."""
+    """This callback ends training at a signal (`StopRequest`) after the current step, on all ranks, with a
+    checkpoint.
+    """
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Stop training on all ranks after the step in which any rank received a signal."""
@@ -50,7 +52,7 @@ class StopOnSignal(StepCallback):
 
 
 class Metrics(StepCallback):
-    """Logs metrics every `log.every` steps, and at the first and last step.
+    """This callback logs metrics every `log.every` steps, and at the first and last step.
 
     Each line has the mean loss since the last line, the step's gradient norm and learning rate, and tokens per second.
     It also has peak memory and the normalizers' parameters.
@@ -115,7 +117,7 @@ def normalizer_parameters(decoder: Decoder) -> dict[str, float]:
 
 
 class ProgressBar(StepCallback):
-    """Shows the number of steps done, with the loss and speed that `Metrics` logged last."""
+    """This callback shows the number of steps done, with the loss and speed that `Metrics` logged last."""
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Show that the step is done."""
@@ -127,7 +129,8 @@ class ProgressBar(StepCallback):
 
 
 class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
-    """Writes a checkpoint to a temporary file in the same folder, syncs it and renames it, and reads it verified.
+    """This plug-in of Lightning writes a checkpoint to a temporary file in the same folder, syncs it and renames it,
+    and reads it verified.
 
     Lightning's own plug-in writes through $TMPDIR, so that a process that dies may leave a truncated file.
 
@@ -162,8 +165,8 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
 
 
 class Checkpoints(StepCallback):
-    """Saves `step-N.ckpt` every `checkpoint_every` steps, at each best validation so far, and when a phase or training
-    ends.
+    """This callback saves `step-N.ckpt` every `checkpoint_every` steps, at each best validation so far, and when a
+    phase or training ends.
 
     It is no subclass of Lightning's Checkpoint, which Lightning would call last. It comes before evaluations that take
     long, so that a kill meanwhile loses no step.
