@@ -140,17 +140,20 @@ class LmConfig(PreTrainedConfig):
 
     @property
     def position(self) -> SimpleNamespace:
-        """Return an object whose `rotates_in(layer)` says whether a layer rotates queries and keys, as in lm's
-        `ModelConfig`.
+        """Return an object whose `rotates_in(layer)` says whether a layer rotates queries and keys; lm's modules call
+        this method.
         """
         return SimpleNamespace(rotates_in=lambda layer: bool(self.rope_frequencies) and self.rope_layers[layer])
 
     @property
     def normalizer(self) -> SimpleNamespace:
-        """Return an object whose `layer_option(layer)` gives a layer's normalizer options, as in lm's `ModelConfig`."""
+        """Return an object whose `layer_option(layer)` gives a layer's normalizer options; lm's modules call this
+        method.
+        """
         return SimpleNamespace(layer_option=self._layer_option)
 
     def _layer_option(self, layer: int) -> Options:
+        """Return the options of a layer's normalizer, checked by the normalizer's own class of options."""
         options = dict(self.normalizers[layer])
         return normalizer_class(options.pop("name")).schema(**options)
 
