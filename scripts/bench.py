@@ -47,7 +47,7 @@ def train_step(
 
     def step() -> None:
         with torch.autocast(sequences.device.type, torch.bfloat16, enabled=arguments.bf16):
-            value = decoder.loss(Batch.of(sequences)) / tokens
+            value = decoder.loss(Batch.from_sequences(sequences)) / tokens
         value.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -94,7 +94,8 @@ else:
     model = Decoder(config, vocabulary, 256)
     optimizer = make_optimizer(model,
         OptimConfig(optimizer=OPTIMIZERS["muon" if side["recipe"] == "modern" else "adamw"]()))
-    loss = lambda: model.loss(Batch.of(given)) / given[:, 1:].numel()
+    make_batch = getattr(Batch, "from_sequences", None) or Batch.of  # of earlier commits
+    loss = lambda: model.loss(make_batch(given)) / given[:, 1:].numel()
 
 def step():
     with torch.autocast("cpu", torch.bfloat16):

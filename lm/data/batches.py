@@ -101,7 +101,7 @@ class Batch(NamedTuple):
     first_target: int = 0  # index before which no token of any sequence has a target
 
     @classmethod
-    def of(
+    def from_sequences(
         cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None
     ) -> "Batch":
         """Make a batch of `sequences` (B, T + 1): the first T tokens of each are the inputs, the last T the targets.
@@ -256,7 +256,7 @@ class TrainSequences:
             tokens, stream_answers = self.streams[number].read(stream_slots[streams == number], length)
             sequences[sequence_streams == number], answers[sequence_streams == number] = tokens, stream_answers
         end_of_text = self.store.end_of_text if self.data.documents == "isolate" else None
-        batch = Batch.of(sequences, answers, end_of_text)
+        batch = Batch.from_sequences(sequences, answers, end_of_text)
         # a task's sequence counts as one document, even if its filler is text of several
         if batch.positions is not None:
             batch.positions[torch.from_numpy(sequence_streams < len(self.data.tasks))] = torch.arange(length)

@@ -47,7 +47,7 @@ def attention_maps(decoder: Decoder, tokens: Tensor) -> np.ndarray:
         (len(normalizers), max(normalizer.layer.n_head for normalizer in normalizers), count, count), math.nan
     )
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the appended token is a target that is not read
-    for block in attention_blocks(decoder, Batch.of(sequence)):
+    for block in attention_blocks(decoder, Batch.from_sequences(sequence)):
         rows = AttentionRows.from_block(block)
         heads, queries, keys = rows.weights.shape
         first = int(block.queries[0])

@@ -82,7 +82,7 @@ class HeldOutSequences:
 
     def batch(self, indices: list[int]) -> Batch:
         """Return a batch of the sequences at `indices`."""
-        return Batch.of(
+        return Batch.from_sequences(
             self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text
         )
 

@@ -66,7 +66,7 @@ def batch(isolated: bool = False) -> Batch:
     """One sequence; `isolated`: a document begins in its middle, which does not see what is before it."""
     tokens = torch.randint(1, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     tokens[0, 35] = 0
-    return Batch.of(tokens, end_of_text=0 if isolated else None)
+    return Batch.from_sequences(tokens, end_of_text=0 if isolated else None)
 
 
 def measured(decoder: Decoder, sample: Batch) -> MeasuredValues:

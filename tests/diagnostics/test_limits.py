@@ -30,7 +30,9 @@ def decoder(normalizer: Options) -> Decoder:
 
 
 def batch(index: int = 0) -> Batch:
-    return Batch.of(torch.randint(0, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(index)))
+    return Batch.from_sequences(
+        torch.randint(0, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(index))
+    )
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def make_decoder(normalizer: Options, block: str = "attention", std: float = 0.3
 
 
 def batch() -> Batch:
-    return Batch.of(torch.randint(1, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(0)))
+    return Batch.from_sequences(torch.randint(1, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(0)))
 
 
 def measured(decoder: Decoder) -> MeasuredValues:

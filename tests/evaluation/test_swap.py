@@ -186,7 +186,7 @@ def test_a_swap_is_measured_by_the_divergence_of_the_new_distribution_from_the_o
     old = sharp(tiny)
     new = with_normalizer(old, opt.SSMax(init=1.0))
     sequences = held_out(32)
-    batch = Batch.of(sequences.sequences)
+    batch = Batch.from_sequences(sequences.sequences)
     p, q = (log_p(model, batch) for model in (old, new))
     losses = [-x.gather(2, batch.targets.unsqueeze(-1)).squeeze(-1) for x in (p, q)]
     kl, other = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)

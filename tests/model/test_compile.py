@@ -39,7 +39,7 @@ def counter(monkeypatch: pytest.MonkeyPatch):
 
 def batch(length: int = 12) -> Batch:
     """Two sequences of tokens."""
-    return Batch.of(torch.randint(50, (2, length + 1), generator=torch.Generator().manual_seed(0)))
+    return Batch.from_sequences(torch.randint(50, (2, length + 1), generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.slow

@@ -46,9 +46,9 @@ def test_chunked_losses_equal_plain_ones_with_their_gradients(
 def test_loss_in_bf16_autocast_is_near_the_exact_one():
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 500, 64)
     sequences = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
-    exact = decoder.loss(Batch.of(sequences)).item()
+    exact = decoder.loss(Batch.from_sequences(sequences)).item()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = decoder.loss(Batch.of(sequences))
+        loss = decoder.loss(Batch.from_sequences(sequences))
     loss.backward()
     assert loss.item() == pytest.approx(exact, rel=1e-3)
     assert decoder.head.weight.grad.dtype == torch.float32
