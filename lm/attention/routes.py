@@ -86,7 +86,8 @@ def fused_softmax(
     # PyTorch's kernel for CPUs adds a mask to logits without a gradient for it; lm's own takes no mask
     adds_bias = key_bias is not None and causal and in_order and in_grad_mode and q.size(-1) == width
     if adds_bias:
-        mask = (key_bias - key_bias[..., k.size(2) // 2, None]).detach().expand(k.shape[:3]).unsqueeze(-2).contiguous()
+        mask = (key_bias - key_bias[..., k.size(2) // 2, None]).detach().expand(k.shape[:3]).unsqueeze(-2)
+        mask = mask.to(torch.promote_types(v.dtype, torch.float32)).contiguous()  # it would misread other layouts
     if key_bias is not None:
         q, k = append_bias(q.to(v.dtype), k.to(v.dtype), key_bias / scale, n_parts=0 if adds_bias else 3)
     size, needs_grad = q.size(-1), in_grad_mode and any(x.requires_grad for x in (q, k, v))
@@ -125,7 +126,8 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_parts: int = 3) -> tuple[T
     rest = (bias - bias[..., (first + n_keys) // 2, None].detach()).expand(k.shape[:3])
     if rest.requires_grad:
         ends = torch.arange(1, 6, device=k.device) * n_keys // 5 - 1  # the last key of each of five blocks
-        block, small = torch.searchsorted(ends, torch.arange(n_keys, device=k.device)), torch.finfo(k.dtype).tiny ** 0.5
+        block = torch.searchsorted(ends, torch.arange(n_keys, device=k.device))
+        small = max(torch.finfo(k.dtype).tiny, 2**-126) ** 0.5
         gradient = _zeros_with_gradient(rest - rest[..., ends[block]]) / small
         steps = _zeros_with_gradient(rest[..., ends[:-1], None] - rest[..., ends[1:], None]) / small
         parts.append((small - gradient, small + gradient))

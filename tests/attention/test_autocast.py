@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
-from lm.attention.contract import random_inputs, random_normalizer
+from lm.attention.contract import assert_matches_definition, random_inputs, random_normalizer
 from lm.attention.elementwise_sums import sum_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
@@ -162,6 +162,15 @@ def test_bf16_keys_hold_every_bit_of_their_bias(compiles: bool):
         actual = (products - old_products).detach()
         expected = (bias - bias[..., 50, None]).detach().double().unsqueeze(-2).expand_as(actual)
         torch.testing.assert_close(actual, expected, rtol=2e-7, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [opt.ALiBi(), opt.Forget(), opt.Sink()], ids=lambda options: options.name)
+def test_the_bias_of_keys_in_a_long_sequence_has_the_definitions_gradients(options: object, dtype: torch.dtype):
+    """Also where parameters are in fp32, and queries, keys and values in fp64."""
+    normalizer = random_normalizer(options, dtype)
+    leaves = random_inputs(600, batch=1, normalizer=normalizer)
+    assert_matches_definition(normalizer, normalizer, leaves, AttentionLayout.full(600), 1e-4)
 
 
 @pytest.mark.parametrize("options", [opt.ALiBi(), opt.Forget()], ids=lambda options: options.name)
