@@ -21,7 +21,7 @@ from committed_results import (
 from pages import styled_figure, svg_bytes
 
 from lm.report.pictures import COLOURS
-from lm.statistics.intervals import over_seeds
+from lm.statistics.intervals import estimate_over_seeds
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 BASELINE_REPEAT = "the baseline again"  # the side of costs that shows their noise
@@ -202,7 +202,7 @@ class Losses(Results):
         arms = {line: line.partition(", ")[0] for line in self.labels}
         sides = {line: BASELINE_REPEAT if line == baseline else arm for line, arm in arms.items()}
         ratios = {
-            line: np.exp(over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list())
+            line: np.exp(estimate_over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list())
             for line, side in sides.items()
         }
         return {
@@ -273,7 +273,7 @@ class Losses(Results):
         logs = np.log(pd.Series(tokens)).unstack(0)
         lines = [["", f"tokens to a loss of {level:.2f}", "factor"]]
         factors = {
-            line: np.exp(over_seeds((logs[line] - logs[baseline]).to_numpy()).interval().as_list())
+            line: np.exp(estimate_over_seeds((logs[line] - logs[baseline]).to_numpy()).interval().as_list())
             for line, baseline in self.pairs
         }
         for line, label in self.labels.items():
@@ -302,7 +302,7 @@ class Losses(Results):
                     axes.axvline(self.length, color="0.6", linewidth=1, linestyle=":")
                     for line, baseline in pairs:
                         curves = self._losses_by_position(line, column) - self._losses_by_position(baseline, column)
-                        estimate = over_seeds(curves.to_numpy())
+                        estimate = estimate_over_seeds(curves.to_numpy())
                         half, colour = estimate.half_width(), COLOURS[ARM_COLOUR_NUMBERS[line.partition("_no")[0]]]
                         axes.plot(
                             curves.index,

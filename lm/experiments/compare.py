@@ -20,7 +20,7 @@ from lm.data.prepare import expected_vocab_size, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.evaluation.held_out import validation_sequences
-from lm.experiments.definition import SHARED_SETTINGS, Experiment, plan_of, read_experiment, size_name
+from lm.experiments.definition import SHARED_SETTINGS, Experiment, present_plan, read_experiment, size_name
 from lm.experiments.judging import experiment_noise
 from lm.experiments.loop import (
     Cluster,
@@ -28,7 +28,7 @@ from lm.experiments.loop import (
     Engine,
     ExperimentTrainer,
     RunsFailed,
-    slots_of,
+    run_slots,
 )
 from lm.experiments.page import send_experiment, write_verdicts
 from lm.experiments.procedure import Procedure, Run, commands, forget_failures
@@ -80,7 +80,7 @@ def compare_experiments(
             write_verdicts(open_experiment(experiment))
             continue
         # before text is prepared: there may be too few GPUs
-        slots = [()] * options.workers if options.engine else slots_of(experiment, options.jobs, options.jobs_per_gpu)
+        slots = [()] * options.workers if options.engine else run_slots(experiment, options.jobs, options.jobs_per_gpu)
         jobs = 1 if options.engine else len(slots)
         if plan_only:
             print("\n".join(plan_lines(open_experiment(experiment, jobs), slots)))
@@ -186,7 +186,7 @@ def start(experiment: Experiment, jobs: int = 1) -> Procedure:
     _check_held_out_text(experiment, store)
     trainer, recorded = experiment.first_config.trainer, _first_start_record(experiment)
     has_measured_runs = is_measured(experiment)
-    plan = None if has_measured_runs else plan_of(experiment)
+    plan = None if has_measured_runs else present_plan(experiment)
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     settings |= recorded
     # the plan may change before a final run is measured
@@ -250,7 +250,7 @@ def is_measured(experiment: Experiment) -> bool:
     )
 
 
-def _changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[str]]:
+def _describe_changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[str, list[str]]:
     """Say what differs between two plans, by SIZE/ARM; keys that concern all arms stand under an empty name."""
     sides, changes = [{"": side["shared"]} | side["arms"] for side in (plan, present)], {}
     for name in dict.fromkeys(chain(*sides)):
@@ -272,7 +272,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
     A change of an arm concerns its own verdict and those of arms that start from its weights. All other changes, and
     those of the baseline, concern all verdicts; changes of tuning are noted alone.
     """
-    experiment, plan, present = procedure.experiment, recorded.get(PLAN), plan_of(procedure.experiment)
+    experiment, plan, present = procedure.experiment, recorded.get(PLAN), present_plan(procedure.experiment)
     if plan == present or not is_measured(experiment):
         return
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
@@ -280,7 +280,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
         note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
         procedure.plan_notes, procedure.exploratory = [note], every_arm
         return
-    changes, sources = _changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
+    changes, sources = _describe_changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
     shared = changes.pop("", [])
     tuning = [words for words in shared if words.startswith("tune.")]
     words = [words for words in shared if words not in tuning]
@@ -314,7 +314,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
         rates, seeds = ", ".join(f"{rate:g}" for rate in tune.grid), ", ".join(map(str, tune.seeds))
         tuning = f"tuning {tune.key} over {rates} with seeds {seeds}"
     yield f"{tuning}; final seeds {', '.join(map(str, experiment.seeds))}"
-    counts = {(size, arm): count for size in experiment.sizes for arm, count in procedure.n_runs(size).items()}
+    counts = {(size, arm): count for size in experiment.sizes for arm, count in procedure.count_runs(size).items()}
     growth = "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted"
     growth *= bool(tune.grid)
     size_words = f"{growth}; tokens and FLOPs: not known before lm prepare has made the vocabulary"
@@ -327,11 +327,11 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     yield f"{sum(counts.values())} runs{size_words}"
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
     ended_runs = [run for run in known_runs if run.outcome.has_ended]
-    ended = [(seconds_of(run), run_costs[run.size, run.arm].flops) for run in ended_runs] if run_costs else []
+    ended = [(training_seconds(run), run_costs[run.size, run.arm].flops) for run in ended_runs] if run_costs else []
     if timed := [(seconds, run_flops) for seconds, run_flops in ended if seconds and run_flops]:
         all_seconds, timed_flops = map(sum, zip(*timed, strict=True))
         left_flops = flops - sum(run_flops for _, run_flops in ended)
-        left = duration(max(0.0, left_flops) * all_seconds / timed_flops / len(slots))
+        left = duration_text(max(0.0, left_flops) * all_seconds / timed_flops / len(slots))
         yield f"time: about {left} for what is left, by the FLOPs of the runs that have ended"
     else:
         yield "time: known once the first run has ended"
@@ -376,7 +376,7 @@ def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
     return costs_of_arms
 
 
-def seconds_of(run: Run) -> float:
+def training_seconds(run: Run) -> float:
     """Return the seconds that a finished run took; 0 if it was not trained in one go, or its folder does not say."""
     folder = run.config.run_folder
     with suppress(RunError, KeyError, ValueError, OSError):
@@ -385,7 +385,7 @@ def seconds_of(run: Run) -> float:
     return 0.0
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a time in words, such as `2 h 5 min`."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

@@ -35,7 +35,7 @@ from lm.runs.evaluations import Metric
 from lm.runs.folder import CHECKPOINTS, SWAPPED, checkpoint_path
 
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
-_JUDGED = "the runs that choose a rate must not judge it"
+_SEEDS_REMEDY = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 # keys of `data` that decide what the token store holds
@@ -43,7 +43,7 @@ _STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
 # configuration keys that the experiment sets in each run
 _EXPERIMENT_KEYS = ("seed", "data.seed", "name")
 _EXPERIMENT_KEYS += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
-_FOLDERS = ("logs", "report", SWAPPED, "workers")  # folders beside those of sizes, which have other names
+_RESERVED_NAMES = ("logs", "report", SWAPPED, "workers")  # folders beside those of sizes, which have other names
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Experiment:
             required[size, arm.name] = {kind: config.eval.measurement_options(kind) for kind in kinds}
         return required
 
-    def evaluations_of(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
+    def due_evaluations(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
         """Return how a run of an arm is measured: the kinds of evaluation that are due at its end, without validation;
         the options that `evaluate` asks for, by kind; and its own options."""
         (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kinds
@@ -294,7 +294,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     return present | dict(hashed_defaults(plain))
 
 
-def plan_of(experiment: Experiment) -> dict[str, dict]:
+def present_plan(experiment: Experiment) -> dict[str, dict]:
     """Return the present plan: keys that all verdicts depend on (`shared`), and the configuration of each arm and size
     (`arms`, by SIZE/ARM)."""
     primary, baseline, arms = experiment.primary, experiment.arms[0], {}
@@ -341,7 +341,7 @@ class _FileKeys:
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             problems.append(Problem("seeds", self.seeds, "must be different seeds, at least one"))
         if self.tune.grid and (shared := sorted({*self.seeds} & {*self.tune.seeds})):
-            problems.append(Problem("tune.seeds", shared, "are also final seeds", _JUDGED))
+            problems.append(Problem("tune.seeds", shared, "are also final seeds", _SEEDS_REMEDY))
         if self.tune.key in _EXPERIMENT_KEYS or not distinguishes_arms(self.tune.key):
             remedy = "name a key of the optimizer, such as optim.lr"
             problems.append(Problem("tune.key", self.tune.key, "is nothing that training depends on", remedy))
@@ -376,14 +376,14 @@ def read_experiment(file: str | Path, overrides: list[str]) -> Experiment:
     """
     file = presets.find(file, "experiments")
     try:
-        experiment = _with_steps(_experiment(file, overrides))
-        _check(experiment)
+        experiment = _set_steps(_parse_experiment(file, overrides))
+        _check_experiment(experiment)
     except ConfigError as error:
         raise error if str(error).startswith(f"{file}: ") else ConfigError(f"{file}: {error}") from None
     return experiment
 
 
-def _experiment(file: Path, overrides: list[str]) -> Experiment:
+def _parse_experiment(file: Path, overrides: list[str]) -> Experiment:
     """Read the experiment that a file describes, without building the configurations of its arms."""
     problems, plain = list[Problem](), read_yaml(file)
     if "arms" not in plain:
@@ -395,7 +395,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     arm_blocks, size_blocks = (_named_blocks(name, getattr(keys, name) or {}, problems) for name in ("arms", "sizes"))
     arms: dict[str, Arm] = {}
     for name, block in arm_blocks.items():
-        arms[name] = _arm(name, block, arms, file, problems)
+        arms[name] = _parse_arm(name, block, arms, file, problems)
     sizes = {name: merge_bases(block, file, f"sizes.{name}.base") for name, block in size_blocks.items()}
     if len(arms) < 2 and not problems:
         problems.append(Problem("arms", [*arms], "needs a baseline and at least one other arm"))
@@ -432,7 +432,7 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
                 yield Problem(f"{start}{path}", value, "is set by the experiment, so this has no effect", remedy)
 
 
-def _arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
+def _parse_arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
     """Read an arm's block, and take the keys of `_ArmKeys` and `from` out of it. `earlier` are the arms before it.
     Problems are added to `problems`; those of `swap` itself are found where the configuration is parsed."""
     path, source = f"arms.{name}", block.pop("from", None)
@@ -480,9 +480,9 @@ def _named_blocks(key: str, value: dict, problems: list[Problem]) -> dict[str, d
     for name, changes in value.items():
         text = "" if isinstance(name, bool | None) else str(name)  # YAML reads on, yes and null as values
         is_name = text[:1].isalnum() and len(text) <= 40 and all(char.isalnum() or char in "-_." for char in text)
-        if not is_name or (key == "sizes" and text in _FOLDERS):
+        if not is_name or (key == "sizes" and text in _RESERVED_NAMES):
             reason = "must be a name of at most 40 letters, digits, '-', '_' and '.', which begins with no sign"
-            remedy = f"choose another, not {', '.join(_FOLDERS)}, or put it in quotes"
+            remedy = f"choose another, not {', '.join(_RESERVED_NAMES)}, or put it in quotes"
             problems.append(Problem(f"{key}.{name}", name, reason, remedy))
         elif not isinstance(changes, dict | None):
             problems.append(Problem(f"{key}.{name}", changes, "must be a block of configuration keys"))
@@ -491,14 +491,14 @@ def _named_blocks(key: str, value: dict, problems: list[Problem]) -> dict[str, d
     return blocks
 
 
-def _with_steps(experiment: Experiment) -> Experiment:
+def _set_steps(experiment: Experiment) -> Experiment:
     """Set `trainer.max_steps` to the baseline's number of steps, in each size for which `trainer.tokens_per_parameter`
     is set. Returns the new experiment. Raises DataError: the size of the vocabulary is not known yet."""
     sizes = dict(experiment.sizes)
     for size, changes in experiment.sizes.items():
         if flatten(merge(experiment.base, changes)).get(TOKENS_KEY) is None:
             continue
-        with suppress(ConfigError):  # `_check` reports the error with size and arm
+        with suppress(ConfigError):  # `_check_experiment` reports the error with size and arm
             config = experiment.example_config(size, experiment.arms[0])
             vocab_size, steps = expected_vocab_size(config.data), config.trainer.max_steps
             if not (steps or vocab_size):
@@ -510,7 +510,7 @@ def _with_steps(experiment: Experiment) -> Experiment:
     return replace(experiment, sizes=sizes)
 
 
-def _check(experiment: Experiment) -> None:
+def _check_experiment(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError with all problems."""
     problems: list[Problem | str] = [] if experiment.table is None else [*_check_table(experiment)]
     primary = experiment.primary
@@ -587,7 +587,7 @@ def _check_table(experiment: Experiment) -> Iterator[Problem]:
     if wrong_keys := {*table["key"]} - {experiment.tune.key}:
         yield Problem("tune.key", experiment.tune.key, f"the table {file} is of {', '.join(sorted(wrong_keys))}")
     if shared_seeds := sorted({*experiment.seeds} & {*table["seed"]}):
-        yield Problem("tune.table", shared_seeds, "are final seeds", _JUDGED)
+        yield Problem("tune.table", shared_seeds, "are final seeds", _SEEDS_REMEDY)
     ended, baseline = table.dropna(subset=[experiment.choice_metric]), experiment.arms[0].name
     seeds = ended.groupby(["size", "arm", "rate"])["seed"].agg(frozenset)
     for size, arm in experiment.size_arms:

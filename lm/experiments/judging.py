@@ -13,8 +13,8 @@ from scipy.special import chdtri
 
 from lm.config.schema import key
 from lm.plain import Plain, json_value
-from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
-from lm.statistics.intervals import Estimate, Family, over_seeds, over_seeds_and_documents
+from lm.report.tables import Cell, Column, FilledColumn, Table, number_text, print_tables
+from lm.statistics.intervals import Estimate, Family, estimate_over_seeds, estimate_over_seeds_and_documents
 from lm.statistics.verdicts import (
     MAX_SEEDS,
     MIN_SEEDS,
@@ -33,7 +33,7 @@ FINISHED, UNFINISHED, DIVERGED = RUN_STATES = "finished", "unfinished", "diverge
 # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
 INTERVALS = ("difference", "alone")
 MAX_PRINTED = 500  # lines of a table that a terminal shows
-NOISE_SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which `noise_of` gives the smallest difference
+NOISE_SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which `measure_noise` gives the smallest difference
 RUN_KEY = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
 FRAME_COLUMNS = [*RUN_KEY, "state", "note", "unlearned", "value", "weight", "group"]  # as `judge` describes them
 SizeArm = tuple[str, str]  # size and arm
@@ -158,7 +158,7 @@ class Judgement:
         for (size, arm), verdict in results.items() if has_note else ():
             runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (baseline, arm))), strict=False)
             if notes := [self.runs["note"][run] for run in chain(*runs_by_seed) if run in has_note]:
-                results[size, arm] = replace(verdict, reason=f"{verdict.reason}; did not learn: {_first_notes(notes)}")
+                results[size, arm] = replace(verdict, reason=f"{verdict.reason}; did not learn: {_join_notes(notes)}")
         return results
 
     @cached_property
@@ -245,7 +245,7 @@ class Judgement:
         if not diverged or all(self.runs["state"][run] == UNFINISHED for run in chain(arm_runs[pair[0]], chosen[0])):
             return None
         words = f"{len(diverged)} final run{'s' * (len(diverged) > 1)} diverged"
-        return "unstable", f"{words}: {_first_notes(self.runs['note'][diverged].tolist())}", words
+        return "unstable", f"{words}: {_join_notes(self.runs['note'][diverged].tolist())}", words
 
     def _usable_runs(self, runs: RunsByRate, judged_rate: Rate | None) -> RunsByRate:
         """Return the runs of an arm by rate, without rates at which a run diverged. The rate at which the arm is judged
@@ -267,7 +267,7 @@ class Judgement:
         units = [np.array([[values[self.units[run]] for run in runs] for runs in side]) for side in sides]
         if self.question.target is not None:
             units[1] = np.full_like(units[1], self.question.target)
-        return over_seeds_and_documents(_differences(*units), weights[rows], groups[rows])
+        return estimate_over_seeds_and_documents(_differences(*units), weights[rows], groups[rows])
 
     @cached_property
     def _bounds(self) -> tuple[float, float] | None:
@@ -337,7 +337,7 @@ class Judgement:
         spread, source = primary.spread, "primary.spread"
         if measured:
             # variances over seeds, from standard errors: these are 0 where values differ by rounding alone
-            variances = [len(differences) * over_seeds(differences).error ** 2 for differences in measured]
+            variances = [len(differences) * estimate_over_seeds(differences).error ** 2 for differences in measured]
             spread = math.sqrt(np.average(variances, weights=[len(differences) - 1 for differences in measured]))
             source = "the seeds that have ended"
         if not spread:
@@ -362,7 +362,7 @@ def _incomplete_words(ended: int, planned: int) -> Obstacle:
     return "incomplete", progress, progress
 
 
-def _first_notes(notes: list[str]) -> str:
+def _join_notes(notes: list[str]) -> str:
     """Join the first three notes, and mark that there are more."""
     return f"{'; '.join(notes[:3])}{'; ...' * (len(notes) > 3)}"
 
@@ -401,7 +401,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
     basis = ", ".join(filter(None, (question.measured_on, "common seeds" * omits_finished_runs)))
-    columns += column(f"mean {judgement.primary.metric}", [numeral(entry["mean"]) for entry in entries], basis)
+    columns += column(f"mean {judgement.primary.metric}", [number_text(entry["mean"]) for entry in entries], basis)
     columns += column(
         f"difference to {baseline}",
         [verdict and verdict.interval for verdict in verdicts],
@@ -444,7 +444,7 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
 # ---------------------------------------------------------------- the noise of runs
 
 
-def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = None) -> dict[str, Plain] | None:
+def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None = None) -> dict[str, Plain] | None:
     """Compute how runs scatter that differ in their seed alone; None if no arm has two runs. `runs`: a line for each
     arm of a size, a column for each seed.
 
@@ -453,7 +453,7 @@ def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = Non
     """
     degrees = runs.count(axis=1) - 1
     largest = float(runs.abs().max(axis=None))
-    single = _spread((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum(), largest)
+    single = _pooled_spread((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum(), largest)
     if not single:
         return None
     squares = paired_degrees = 0
@@ -463,7 +463,7 @@ def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = Non
             residuals = shared - shared.mean(1, keepdims=True) - shared.mean(0) + shared.mean()
             squares += 2 * (residuals**2).sum()
             paired_degrees += (shared.shape[0] - 1) * (shared.shape[1] - 1)
-    paired = _spread(squares, paired_degrees, largest)
+    paired = _pooled_spread(squares, paired_degrees, largest)
     designs = {"paired by seed": (paired[0], 1)} if paired else {}  # spread and `arms` of `power`
     designs |= {"unpaired": (math.sqrt(2) * single[0], 2), "against a number": (single[0], 1)}
     designs = {name: design for name, design in designs.items() if design[0]}  # equal runs say nothing of others
@@ -483,7 +483,7 @@ def noise_of(runs: pd.DataFrame, is_paired: bool, difference: float | None = Non
 
 
 def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
-    """Put the noise of runs into sentences. `noise`: what `noise_of` returns, and what it is of, with the key `of`."""
+    """Put the noise of runs into sentences. `noise`: that of `measure_noise`; its key `of` names the runs."""
     paired = noise["paired_differences"]
     yield f"{noise['of']}: {noise['runs']} runs"
     yield f"single runs scatter by {_spread_words(noise['single_runs'])}"
@@ -504,7 +504,7 @@ def experiment_noise(judgement: Judgement) -> str:
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
     values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
     index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm")) if size_arms else None
-    noise = noise_of(pd.DataFrame(values, index).replace(math.inf, math.nan), True) if size_arms else None
+    noise = measure_noise(pd.DataFrame(values, index).replace(math.inf, math.nan), True) if size_arms else None
     if not noise:
         return ""
     paired = noise["paired_differences"]
@@ -512,7 +512,7 @@ def experiment_noise(judgement: Judgement) -> str:
     return f"noise: single runs scatter by {_spread_words(noise['single_runs'])}{words}"
 
 
-def _spread(squares: float, degrees: int, largest: float) -> list[float] | None:
+def _pooled_spread(squares: float, degrees: int, largest: float) -> list[float] | None:
     """Return a standard deviation, from a sum of squares with `degrees` of freedom, and the ends of its 95 % interval.
     It is 0 up to 1e-9 times the `largest` value, which is rounding. None without degrees."""
     if not degrees:
@@ -522,7 +522,7 @@ def _spread(squares: float, degrees: int, largest: float) -> list[float] | None:
 
 
 def _spread_words(spread: list[float]) -> str:
-    """Put a spread of `_spread` into words."""
+    """Put a spread of `_pooled_spread` into words."""
     value, low, high = spread
     if not value:
         return "0 (all are equal)"

@@ -38,7 +38,7 @@ from lm.files import folder_lock, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start, start_child
 from lm.model.device import count_gpus, visible_gpus
 from lm.plain import Plain
-from lm.report.tables import numeral
+from lm.report.tables import number_text
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
 from lm.statistics.units import NoDocuments
 
@@ -56,7 +56,7 @@ POLL_SECONDS = 1.0  # seconds between checks of a job
 # ---------------------------------------------------------------- slots of this machine
 
 
-def slots_of(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> list[Devices]:
+def run_slots(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> list[Devices]:
     """Return a slot for each run that this machine trains at a time: the GPUs that the run sees, () on the CPU.
 
     Args:
@@ -335,7 +335,7 @@ class ExperimentTrainer:
     """Trains the runs that an experiment needs, until all have ended or no other run can be started.
 
     Args:
-        slots: the GPUs of each run that is trained at a time (`slots_of`).
+        slots: the GPUs of each run that is trained at a time (`run_slots`).
         cluster: trains the runs in a scheduler's jobs; None: processes of this machine train them.
 
     Attributes:
@@ -480,7 +480,7 @@ class ExperimentTrainer:
         experiment = self.procedure.experiment
         name = experiment.choice_metric if run.stage == "tune" else experiment.primary.metric
         try:
-            value = numeral(outcome.mean(name, selection=True))
+            value = number_text(outcome.mean(name, selection=True))
         except NoDocuments:  # a line on progress must not end the experiment
             return "finished"
         return f"{name} ({experiment.data_words(name, 'selection')}) {value}"

@@ -35,13 +35,13 @@ from lm.report.tables import (
     FilledColumn,
     Table,
     csv_text,
-    numeral,
+    number_text,
     print_tables,
     signed_text,
     with_unit,
 )
 from lm.runs.folder import ENVIRONMENT
-from lm.statistics.intervals import Interval, trend
+from lm.statistics.intervals import Interval, trend_per_doubling
 from lm.training.wandb_runs import send_report
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"  # files and folder of results, without suffix
@@ -258,7 +258,7 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
     columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, question.seeds)))]
     for arm in question.arms:
         pairs = zip(*(judgement.runs[name][runs[arm]] for name in ("state", "value")), strict=True)
-        words = [numeral(value) if state == FINISHED else state for state, value in pairs]
+        words = [number_text(value) if state == FINISHED else state for state, value in pairs]
         columns.append((Column(arm, metric), words or ["no rate"] * len(question.seeds)))
     for arm in arms if len(runs[baseline]) else ():
         pairs = zip(judgement.judged_values(size, arm), judgement.judged_values(size, baseline), strict=False)
@@ -291,7 +291,7 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
             differences = np.subtract(*values)
         differences = differences[:, np.isfinite(differences).all(0)]
         if differences.shape[1] > 1:
-            interval = trend(differences, np.array(amounts[amount_name]))
+            interval = trend_per_doubling(differences, np.array(amounts[amount_name]))
             sample = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
             entries.append(
                 {

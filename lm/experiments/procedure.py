@@ -26,7 +26,7 @@ from lm.machine import STOP_SIGNALS
 from lm.plain import to_plain
 from lm.plugins import top_level_package
 from lm.runs.folder import CONFIG, ENVIRONMENT
-from lm.statistics.units import part_of
+from lm.statistics.units import units_of_part
 
 FAILURE = "failed.json"  # suffix of the file beside a run's log that says why the run failed
 EXTENSIONS = 2  # how often a grid of rates may grow
@@ -125,7 +125,7 @@ class Procedure:
             outcome = source.outcome
         elif outcome is None:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
-            metric, evaluations = experiment.primary.metric, experiment.evaluations_of(size, arm, config)
+            metric, evaluations = experiment.primary.metric, experiment.due_evaluations(size, arm, config)
             outcome = self._read(config.run_folder, last_step, metric, *evaluations)
             if outcome.has_ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
@@ -284,7 +284,7 @@ class Procedure:
     def final_runs(self, size: str) -> list[Run]:
         """Return the runs that are judged, in the order of seeds, then arms; none before rates are known."""
         rates = self.choice(size).rates or {}
-        return _by_seed(runs[rates[arm]] for arm, runs in self.runs_by_rate(size).items() if arm in rates)
+        return _order_by_seed(runs[rates[arm]] for arm, runs in self.runs_by_rate(size).items() if arm in rates)
 
     def known_runs(self) -> list[Run]:
         """Return all runs that the experiment needs, as far as they are known: tuning runs first, each run after its
@@ -292,7 +292,7 @@ class Procedure:
         runs: list[Run] = []
         for size in self.experiment.sizes:
             runs += chain(*(chain(*by_rate.values()) for by_rate in self.choice(size).runs.values()))
-            runs += _by_seed(chain(*(by_rate.values() for by_rate in self.runs_by_rate(size).values())))
+            runs += _order_by_seed(chain(*(by_rate.values() for by_rate in self.runs_by_rate(size).values())))
         return list({run.config.run_folder: run for run in runs}.values())
 
     def judgement(self) -> Judgement:
@@ -324,7 +324,7 @@ class Procedure:
         outcome, metric, has_finished = run.outcome, self.experiment.primary.metric, run.outcome.state == "finished"
         units = pd.DataFrame({"value": [outcome.mean(metric, selection=False)], "weight": 1.0, "group": None})
         if has_finished and self.experiment.has_documents:
-            measured = part_of(outcome.units(metric), "reports")
+            measured = units_of_part(outcome.units(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
         names = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed}
@@ -332,7 +332,7 @@ class Procedure:
         frame = units.assign(**names, state=outcome.state, **words)[FRAME_COLUMNS]
         return frame.astype({"rate": object, "group": object})  # so that frames of all runs can be joined
 
-    def n_runs(self, size: str) -> dict[str, int]:
+    def count_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
         rates are assumed for arms that may get several."""
         arms, tune, counts = self.experiment.arms, self.experiment.tune, dict[str, int]()
@@ -368,7 +368,7 @@ def next_runs(runs: Iterable[Run]) -> list[Run]:
     ]
 
 
-def _by_seed(runs: Iterable[list[Run]]) -> list[Run]:
+def _order_by_seed(runs: Iterable[list[Run]]) -> list[Run]:
     """Return the runs in lists over seeds, in the order of seeds."""
     return [*chain(*zip(*runs, strict=True))]
 

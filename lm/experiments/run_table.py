@@ -27,15 +27,15 @@ from lm.experiments.judging import (
     Question,
     SizeArm,
     judge,
-    noise_of,
+    measure_noise,
 )
 from lm.plain import Plain
 from lm.statistics.intervals import is_unlearned
 
 Direction = Literal["lower", "higher"]
-_RUN = ["size", "arm", "seed"]  # columns that tell the runs of a table apart
+_RUN_COLUMNS = ["size", "arm", "seed"]  # columns that tell the runs of a table apart
 _MAX_TABLE_BYTES = 2**28  # largest size of a table, after decompression
-_EXTREMES = 1e-30, 1e30  # of weights and values: squares and products of such numbers are finite and exact
+_VALUE_LIMITS = 1e-30, 1e30  # of weights and values: squares and products of such numbers are finite and exact
 
 
 def judge_table(
@@ -103,9 +103,9 @@ def table_noise(
     rows, primary = read_runs(table, source, PrimaryMetric(metric), None, condition, (), arm, seed, False)
     rows = rows.query("state == 'finished'")
     rows = rows.assign(value=rows["value"] * rows["weight"], seed=rows["seed"].map(str))
-    sums = rows.groupby(_RUN, sort=False)[["value", "weight"]].sum()
+    sums = rows.groupby(_RUN_COLUMNS, sort=False)[["value", "weight"]].sum()
     runs = (sums["value"] / sums["weight"]).unstack("seed")  # (sizes and arms; seeds)
-    if not (noise := noise_of(runs, seed in table, difference)):
+    if not (noise := measure_noise(runs, seed in table, difference)):
         raise RunError(f"{source}: no arm has two finished runs, which differ in their seed alone")
     return {"of": f"{primary.metric} of {source}", "metric": primary.metric} | noise
 
@@ -173,7 +173,7 @@ def read_runs(
             if count > 1:
                 remedy = "take one by a condition (--where 'rate == 1e-3'); lm judge takes --by rate, too"
                 raise RunError(f"{source}: arm {name} has {count} rates: {remedy}")
-    _check_rows(runs, source, [name for name in table.columns if name not in (*_RUN, "value", "weight")])
+    _check_rows(runs, source, [name for name in table.columns if name not in (*_RUN_COLUMNS, "value", "weight")])
     runs["rate"] = None  # lines of another rate are of another run
     is_diverged = runs["state"] == DIVERGED
     runs["note"] = (runs["arm"] + " seed " + runs["seed"].astype(str) + f": {DIVERGED}").where(is_diverged, "")
@@ -306,7 +306,7 @@ def _unlearned_levels(frame: pd.DataFrame, better: str) -> pd.Series:
     """Return the column `unlearned` of `judge`, by the column `chance`."""
     levels = pd.Series("", frame.index)
     is_known = frame["chance"].notna() & (frame["state"] == FINISHED)
-    for _, run in frame[is_known].groupby(_RUN, dropna=False):
+    for _, run in frame[is_known].groupby(_RUN_COLUMNS, dropna=False):
         mean, level = (np.average(run[name], weights=run["weight"]) for name in ("value", "chance"))
         groups = run["group"].to_numpy() if run["group"].notna().any() else None
         if is_unlearned(mean, level, better, run["value"].to_numpy(), run["weight"].to_numpy(), groups):
@@ -363,18 +363,18 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     for name in ("value", "weight"):
         runs[name] = pd.to_numeric(runs[name], errors="coerce").astype(float)
     if not has_weight.all():  # a run without weights has equal ones
-        run_has_weight = has_weight.groupby([runs[name] for name in _RUN], dropna=False).transform("any")
+        run_has_weight = has_weight.groupby([runs[name] for name in _RUN_COLUMNS], dropna=False).transform("any")
         runs["weight"] = runs["weight"].where(run_has_weight, 1.0)
     runs["chance"] = pd.to_numeric(runs["chance"], errors="coerce").replace([math.inf, -math.inf], math.nan)
-    total_weight = runs.groupby(_RUN, dropna=False)["weight"].transform("sum")
+    total_weight = runs.groupby(_RUN_COLUMNS, dropna=False)["weight"].transform("sum")
     for name, is_wrong in (
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
         ("seed", runs["seed"].isna()),
-        (f"value up to {_EXTREMES[1]:g}", ~(runs["value"].abs() <= _EXTREMES[1]) & (runs["state"] == FINISHED)),
+        (f"value up to {_VALUE_LIMITS[1]:g}", ~(runs["value"].abs() <= _VALUE_LIMITS[1]) & (runs["state"] == FINISHED)),
         ("finite chance", has_chance & runs["chance"].isna()),
         (
-            "weight from {:g} to {:g}".format(*_EXTREMES),
-            ~(runs["weight"].eq(0) | runs["weight"].between(*_EXTREMES)) | (total_weight == 0),
+            "weight from {:g} to {:g}".format(*_VALUE_LIMITS),
+            ~(runs["weight"].eq(0) | runs["weight"].between(*_VALUE_LIMITS)) | (total_weight == 0),
         ),
     ):
         if is_wrong.any():
@@ -386,7 +386,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             raise RunError(
                 f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}"
             )
-    if (is_duplicate := runs.duplicated([*_RUN, "sample"], keep=False)).any():
+    if (is_duplicate := runs.duplicated([*_RUN_COLUMNS, "sample"], keep=False)).any():
         run = runs[is_duplicate].iloc[0]
         duplicates = runs[is_duplicate & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
         differing = ", ".join(name for name in columns if duplicates[name].nunique(dropna=False) > 1)
@@ -400,7 +400,7 @@ def _check_units(rows: pd.DataFrame, source: str) -> None:
     rows = rows[rows["state"] == FINISHED]
     if rows["group"].isna().all():
         return  # each run has one value, of no unit
-    run = rows.groupby(_RUN, dropna=False)
+    run = rows.groupby(_RUN_COLUMNS, dropna=False)
     units = pd.DataFrame({"sample": rows["sample"], "group": rows["group"].map(str)})
     units["weight"] = (rows["weight"] / run["weight"].transform("sum")).round(12)
     for columns, reason in ((["sample"], ""), ([*units], ": a unit's weight or group is not the same in all")):

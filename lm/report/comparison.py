@@ -18,7 +18,13 @@ from lm.errors import RunError, yaml_scalar
 from lm.report.tables import number, plain_text, printable_text
 from lm.runs.evaluations import CURVE_COLUMNS, Metric, evaluation_rows, point_means
 from lm.runs.record import RunRecord
-from lm.statistics.intervals import MIN_DOCUMENTS, Interval, over_documents, over_questions, over_seeds
+from lm.statistics.intervals import (
+    MIN_DOCUMENTS,
+    Interval,
+    estimate_over_seeds,
+    interval_over_documents,
+    interval_over_questions,
+)
 from lm.statistics.units import mean
 
 REPORTING = "of reporting documents"  # what names of metrics in reports end with, if other documents are left out
@@ -111,8 +117,8 @@ class ArmComparison:
 
     @cached_property
     def units(self) -> pd.DataFrame:
-        """Return the values of each unit at the places that tables show (`at_places`)."""
-        return at_places(self.rows)
+        """Return the values of each unit at the places that tables show (`rows_at_places`)."""
+        return rows_at_places(self.rows)
 
     @cached_property
     def means(self) -> pd.DataFrame:
@@ -185,7 +191,7 @@ class ArmComparison:
         reason, interval = self._obstacle(arm, sides, paired), None
         if not reason:
             interval = paired_interval(paired, mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
-            interval = shown_interval(interval, about)
+            interval = clip_interval(interval, about)
             if not interval:
                 reason = NO_INTERVAL_REASON
         return Difference(arm, name, about, subject, interval, reason)
@@ -272,7 +278,7 @@ def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([kept, means], ignore_index=True) if len(means) else kept
 
 
-def at_places(rows: pd.DataFrame) -> pd.DataFrame:
+def rows_at_places(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a frame of `evaluation_rows` at the places that reports show. Bins are merged into ranges: a
     unit's value is its mean over the bins within the range.
 
@@ -315,8 +321,8 @@ def interval_of(units: pd.DataFrame, mean: float) -> Interval | None:
         return None
     arrays = (units[name].to_numpy() for name in ("value", "weight", "group"))
     if about.units == "questions":
-        return over_questions(*arrays, mean)
-    interval = over_documents(*arrays)
+        return interval_over_questions(*arrays, mean)
+    interval = interval_over_documents(*arrays)
     return interval and replace(interval, mean=mean)
 
 
@@ -325,7 +331,7 @@ def _mean_interval(of_runs: list[Interval | None], values: np.ndarray, about: Me
     With Wilson intervals, the latter is widened to contain each run's interval."""
     if len(of_runs) == 1:
         return of_runs[0]
-    seed_interval = over_seeds(values).interval()
+    seed_interval = estimate_over_seeds(values).interval()
     if about.units != "questions" or None in of_runs:
         return seed_interval
     intervals = [*of_runs, *[seed_interval] * seed_interval.is_bounded]
@@ -337,11 +343,11 @@ def paired_interval(paired: pd.DataFrame, means: np.ndarray) -> Interval | None:
     """Return the interval of the mean of paired differences at one point: Student's t over seeds, or for one seed over
     documents. `means`: by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
     if len(means) > 1:
-        return over_seeds(means).interval()
-    return over_documents(*(paired[name].to_numpy() for name in ("value", "weight", "group")))
+        return estimate_over_seeds(means).interval()
+    return interval_over_documents(*(paired[name].to_numpy() for name in ("value", "weight", "group")))
 
 
-def shown_interval(interval: Interval | None, about: Metric) -> Interval | None:
+def clip_interval(interval: Interval | None, about: Metric) -> Interval | None:
     """Return the interval of a difference as reports show it: None if an end is open; for fractions its ends are
     clipped to [-1, 1]."""
     if interval is None or not interval.is_bounded:
@@ -350,7 +356,7 @@ def shown_interval(interval: Interval | None, about: Metric) -> Interval | None:
     return replace(interval, low=max(-limit, interval.low), high=min(limit, interval.high))
 
 
-def seeds_shown(seeds: tuple[int, ...]) -> str:
+def seeds_text(seeds: tuple[int, ...]) -> str:
     """Return a run's seeds (`RunRecord.seeds`) as text, the last first: `3 after 1` for seed 3 and initial weights
     trained with seed 1."""
     return " after ".join(map(str, reversed(seeds)))

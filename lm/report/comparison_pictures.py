@@ -13,9 +13,9 @@ import pandas as pd
 from lm.report.comparison import (
     UNIT_COLUMNS,
     ArmComparison,
+    clip_interval,
     interval_of,
     paired_interval,
-    shown_interval,
     training_lengths,
 )
 from lm.report.pictures import Map, Panel, Picture, Trace
@@ -203,7 +203,7 @@ def _interval(
     `units` and `values`, by run, are those of the place."""
     about = units["about"].iloc[0]
     if of_differences:
-        return shown_interval(paired_interval(units, values), about)
+        return clip_interval(paired_interval(units, values), about)
     if about.control:
         return None
     if comparison.metric_names[name].shape == "points":

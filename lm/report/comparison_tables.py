@@ -16,7 +16,7 @@ from lm.report.comparison import (
     MeanOfArm,
     Name,
     places,
-    seeds_shown,
+    seeds_text,
     training_lengths,
 )
 from lm.report.tables import (
@@ -24,7 +24,7 @@ from lm.report.tables import (
     FilledColumn,
     Table,
     four_digit_text,
-    numeral,
+    number_text,
     plain_text,
     printable_text,
 )
@@ -82,10 +82,10 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
         if shape == "number":
             unit = _unit(about.unit)
             if has_units and any(len(of_arm) > 1 for of_arm in comparison.arms.values()):
-                spreads = [numeral(cell and cell.spread) for cell in cells]
+                spreads = [number_text(cell and cell.spread) for cell in cells]
                 columns.append((Column("sd over seeds", unit), spreads))
             for level in dict(about.references):
-                values = [numeral(cell and dict(cell.about.references).get(level)) for cell in cells]
+                values = [number_text(cell and dict(cell.about.references).get(level)) for cell in cells]
                 levels.append((Column(level, unit), values))
     title += " in training lengths" if shape == "bins" else ""
     return Table(title, _unit(section["about"].iloc[0].unit), (*columns, *levels))
@@ -98,7 +98,7 @@ def _mean_column(heading: str, about: Metric, cells: Sequence[MeanOfArm | None])
     if sources:
         unit += f", 95% interval over {' or over '.join(sources)}, alone"
         options = {"kind": "mean", "decimals": 3 if about.unit == "fraction" else 4}
-    return Column(heading, unit, **options), [cell and (cell.interval or numeral(cell.mean)) for cell in cells]
+    return Column(heading, unit, **options), [cell and (cell.interval or number_text(cell.mean)) for cell in cells]
 
 
 def _unit(unit: str) -> str:
@@ -232,7 +232,7 @@ def _conditions(run: RunRecord) -> dict[str, Plain]:
         "data fingerprint": run.environment_entry("data_fingerprint"),
         "tokens in a step": run.flat_config.get("optim.batch_tokens"),
         "steps": run.flat_config.get("trainer.max_steps"),
-        "seeds": seeds_shown(run.seeds),
+        "seeds": seeds_text(run.seeds),
         "learning rate and schedule": ", ".join(f"{key}={run.flat_config[key]}" for key in scheduled),
         "parameters outside the normalizer": None if None in (total, normalizer) else total - normalizer,
         "precision": run.setting("precision"),
@@ -271,7 +271,7 @@ def _sequences_text(rows: pd.DataFrame) -> str | None:
     return "; ".join(": ".join(filter(None, pair)) for pair in amounts if pair[1]) or None
 
 
-def text_words(run: RunRecord) -> str:
+def data_text(run: RunRecord) -> str:
     """Return a run's text or tasks by name, and the size of text; sequences of symbols are made anew."""
     source = {} if run.symbolic else flatten(run.config["data"].get("source"))
     names = [name for key, name in source.items() if name and key.rpartition(".")[2] in ("package", "dataset", "paths")]

@@ -13,8 +13,8 @@ import pandas as pd
 
 from lm.errors import abbreviate
 from lm.plain import Plain
-from lm.report.comparison import NO_INTERVAL_REASON, at_places, interval_of
-from lm.report.tables import Column, FilledColumn, Table, number, numeral, print_tables, table_bytes
+from lm.report.comparison import NO_INTERVAL_REASON, interval_of, rows_at_places
+from lm.report.tables import Column, FilledColumn, Table, number, number_text, print_tables, table_bytes
 from lm.runs.evaluations import CURVE_COLUMNS, Evaluation, Metric, evaluation_rows, overall_means, point_means
 
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
@@ -39,7 +39,7 @@ class EvaluationResult:
 
 
 def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
-    """Return all means at places (`at_places`) and reference levels; over bins, the overall mean, too. Keys of a row:
+    """Return all means at places (`rows_at_places`), reference levels, and overall means over bins. Keys of a row:
 
     setting: inference setting; empty: the evaluation has none.
     where: task and place in words: positions, lengths, depths ...; empty: the whole evaluation.
@@ -50,7 +50,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
     curve: the task, if the row is a place of a metric that is printed without intervals; else None.
     """
     measurements = evaluation_rows([evaluation])
-    units = at_places(measurements)
+    units = rows_at_places(measurements)
     indices = units.groupby([*CURVE_COLUMNS, "place"], sort=False, observed=True).indices
     overall = {_curve_of(mean): mean for mean in overall_means(measurements).itertuples()}
     rows: list[dict[str, Plain]] = []
@@ -135,9 +135,9 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
     `MAX_COLUMNS` metrics have a row each instead. Label columns that say nothing are left out."""
     has_metric_rows, units, cells = rows["quantity"].nunique() > MAX_COLUMNS, {}, {}
     for row in rows.to_dict("records"):
-        text = numeral(row["value"])
+        text = number_text(row["value"])
         if pd.notna(row["low"]):
-            text += f" [{numeral(row['low'])}, {numeral(row['high'])}]"
+            text += f" [{number_text(row['low'])}, {number_text(row['high'])}]"
             units.setdefault(row["quantity"], f"95% over {row['over']}, alone")
         elif row["over"]:
             text += f" ({row['over']})"

@@ -31,8 +31,8 @@ from lm.report.comparison_tables import (
     comparison_tables,
     configuration_table,
     cost_table,
+    data_text,
     facts_table,
-    text_words,
 )
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
 from lm.report.tables import Table, four_digit_text, plain_text, printable_text, to_csv
@@ -164,7 +164,7 @@ def trained_words(runs: Sequence[RunRecord]) -> str:
     return (
         f"Trained: {millions(run.environment_entry('parameters.total') for run in runs)} million parameters, on "
         f"{millions(run.tokens_seen for run in runs)} million tokens in {steps} steps of {sizes}, in sequences of "
-        f"{lengths}. Data: {listed(map(text_words, runs))}."
+        f"{lengths}. Data: {listed(map(data_text, runs))}."
     )
 
 

@@ -105,7 +105,7 @@ def printable_text(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def numeral(value: float | None) -> str | None:
+def number_text(value: float | None) -> str | None:
     """Format a value as text: four decimals below a magnitude of 100, else four significant digits. `not finite` for
     NaN or inf, None for None."""
     if value is None:

@@ -19,7 +19,7 @@ MIN_CROSSED_DOCUMENTS = 8  # fewest documents of an interval over seeds and docu
 _NORMAL_QUANTILE = 1.959963984540054  # 97.5 % quantile of the normal distribution
 MAX_CORRELATION = 0.5  # largest correlation that is credited: the one of arms that scatter like their baseline
 CORRELATION_STEP = 0.05  # correlations are rounded down to a multiple, so that experiments share quadratures
-_NODES = 24, 20, 60  # of the quadratures over the factor's mean, its squares, and a comparison's spread
+_QUADRATURE_NODES = 24, 20, 60  # of the quadratures over the factor's mean, its squares, and a comparison's spread
 _SMALLEST_P = 1e-5  # p from which on the correlation counts fully
 MAX_DEGREES = 100  # more degrees of freedom count as these
 
@@ -110,7 +110,7 @@ def _estimate(
     )
 
 
-def over_questions(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, mean: float) -> Interval:
+def interval_over_questions(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, mean: float) -> Interval:
     """Return Wilson's 95 % interval of `mean`, the fraction of right answers over sequences that ask questions.
 
     Args:
@@ -119,22 +119,22 @@ def over_questions(values: np.ndarray, weights: np.ndarray, groups: np.ndarray, 
     labels = np.unique(groups, return_inverse=True)[1]
     right_answers, questions = np.bincount(labels, values * weights), np.bincount(labels, weights)
     trials, unit = effective_trials(right_answers, questions), "sequences" if questions.max() > 1 else "questions"
-    return replace(wilson(mean * trials, trials), noise_source=f"{unit}, 1 seed")
+    return replace(wilson_interval(mean * trials, trials), noise_source=f"{unit}, 1 seed")
 
 
 def is_unlearned(
     mean: float, level: float, better: str, values: np.ndarray, weights: np.ndarray, groups: np.ndarray | None
 ) -> bool:
     """Return whether `mean` is not better than `level`, that of a model that has learned nothing. A fraction of right
-    answers must be above it by more than chance (`over_questions`, which has the other arguments). False if `level` is
-    NaN."""
+    answers must be above it by more than chance (`interval_over_questions`, which has the other arguments). False if
+    `level` is NaN."""
     if better == "lower":
         return bool(mean >= level)
     is_fraction = groups is not None and mean > level and ((values >= 0) & (values <= 1)).all()
-    return bool((over_questions(values, weights, groups, mean).low if is_fraction else mean) <= level)
+    return bool((interval_over_questions(values, weights, groups, mean).low if is_fraction else mean) <= level)
 
 
-def over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval | None:
+def interval_over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval | None:
     """Return the weighted mean over units, such as sequences, with its 95 % interval by Student's t over the documents
     of the units.
 
@@ -162,8 +162,8 @@ def over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return means, their variances and their degrees of freedom, as in `over_documents`. `values` is (units, columns);
-    `labels`, (units,), numbers the documents of the units from 0."""
+    """Return means, their variances and their degrees of freedom, as in `interval_over_documents`. `values` is (units,
+    columns); `labels`, (units,), numbers the documents of the units from 0."""
     fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(fractions), values.shape[1]))
@@ -185,7 +185,7 @@ def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) 
     return mean, variance, float(trace**2 / square_trace)
 
 
-def over_seeds(values: np.ndarray) -> Estimate:
+def estimate_over_seeds(values: np.ndarray) -> Estimate:
     """Return the estimate of means over seeds, by Student's t; `values` is (..., seeds), with at least two seeds."""
     seeds, is_finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
     values = np.where(is_finite, values, np.nan)
@@ -194,7 +194,7 @@ def over_seeds(values: np.ndarray) -> Estimate:
     )
 
 
-def welch(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
+def welch_estimate(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     """Return the estimate of differences between the means of unpaired runs, by Welch's t (1947).
 
     Where each arm's values are equal, the exact permutation test decides, as the sign-flip test does of paired runs.
@@ -206,7 +206,7 @@ def welch(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     Returns:
         The estimate at each pair of rates, (..., the arm's rates, the baseline's rates).
     """
-    arm, baseline = over_seeds(values[..., None, :]), over_seeds(baseline_values[..., None, :, :])
+    arm, baseline = estimate_over_seeds(values[..., None, :]), estimate_over_seeds(baseline_values[..., None, :, :])
     variances, counts = (arm.error**2, baseline.error**2), (values.shape[-1], baseline_values.shape[-1])
     variance = variances[0] + variances[1]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -271,7 +271,7 @@ def _probability_of_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return more[..., 0]
 
 
-def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
+def trend_per_doubling(differences: np.ndarray, sizes: np.ndarray) -> Interval:
     """Return the mean change of a difference per doubling of size, by least squares for each seed, with its interval by
     Student's t over seeds.
 
@@ -281,10 +281,10 @@ def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
     """
     doublings = np.log2(sizes)
     deviations = doublings - doublings.mean()
-    return over_seeds(deviations @ differences / (deviations @ deviations)).interval()
+    return estimate_over_seeds(deviations @ differences / (deviations @ deviations)).interval()
 
 
-def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
+def estimate_over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
     """Return the estimate of means over seeds and documents, for intervals that hold for new seeds and new documents,
     too.
 
@@ -295,7 +295,7 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
 
     Args:
         values: (..., seeds, units), such as paired differences in nats per token.
-        weights, groups: (units,), as in `over_documents`.
+        weights, groups: (units,), as in `interval_over_documents`.
 
     Returns:
         None if there are fewer than two seeds or `MIN_CROSSED_DOCUMENTS` documents, or a value is not finite.
@@ -352,7 +352,7 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
     return n_questions / float(np.maximum(1.0, ((right_answers - fraction * questions) ** 2).sum() / binomial_variance))
 
 
-def wilson(successes: float, trials: float) -> Interval:
+def wilson_interval(successes: float, trials: float) -> Interval:
     """Return a fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1;
     NaN without trials.
 
@@ -462,9 +462,11 @@ def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
     """Return the nodes and weights of `joint_tail`: the factor's part of a mean and its weights, then the weights of
     its squares. Last are a comparison's spread given the squares and its density, (squares, spreads)."""
     # a mean and its opposite have the same probability
-    factor, factor_weights = (nodes[_NODES[0] // 2 :] for nodes in scipy.special.roots_hermitenorm(_NODES[0]))
-    squares, squares_weights = scipy.special.roots_genlaguerre(_NODES[1], degrees / 2 - 1)
-    steps, step_weights = scipy.special.roots_legendre(_NODES[2])
+    factor, factor_weights = (
+        nodes[_QUADRATURE_NODES[0] // 2 :] for nodes in scipy.special.roots_hermitenorm(_QUADRATURE_NODES[0])
+    )
+    squares, squares_weights = scipy.special.roots_genlaguerre(_QUADRATURE_NODES[1], degrees / 2 - 1)
+    steps, step_weights = scipy.special.roots_legendre(_QUADRATURE_NODES[2])
     steps = (steps + 1) / 2
     # A comparison's sum of squares is noncentral chi squared; its root r has the density below, by Bessel's I.
     centre = np.sqrt(2 * squares * correlation / (1 - correlation))[:, None]

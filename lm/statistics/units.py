@@ -30,7 +30,7 @@ def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
     return np.array(selection, dtype=bool)[label_indices]
 
 
-def part_of(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
+def units_of_part(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
     """Return the units of held-out documents that choose learning rates (`selects`), or of those that are reported
     (`reports`). Units that don't come from held-out text are all returned. A sequence belongs to the document in
     which it begins.

@@ -23,9 +23,9 @@ from lm.statistics.intervals import (
     Family,
     Interval,
     bounded_ends,
+    estimate_over_seeds,
     mean_correlation,
-    over_seeds,
-    welch,
+    welch_estimate,
 )
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
@@ -33,7 +33,7 @@ POWER = 0.8  # probability with which a number of seeds must find a difference
 # to 6
 MIN_SEEDS = 3
 MAX_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
-_NOT_0 = 1e-9  # end of an interval that leaves out 0 and says no more
+_JUST_ABOVE_0 = 1e-9  # end of an interval that leaves out 0 and says no more
 
 VerdictKind = Literal[
     "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete",
@@ -95,7 +95,11 @@ class Comparison:
     @cached_property
     def estimates(self) -> Estimate:
         """Return the mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
-        return over_seeds(self.differences_by_rate) if self.unpaired_values is None else welch(*self.unpaired_values)
+        return (
+            estimate_over_seeds(self.differences_by_rate)
+            if self.unpaired_values is None
+            else welch_estimate(*self.unpaired_values)
+        )
 
     def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> Ends:
         """Return the ends of the interval of the difference between arms at their best rates, which misses the true
@@ -145,7 +149,7 @@ class Comparison:
         if self.bounds and (is_tied := estimates.error == 0).any():
             # half as large a tail as that of an end on the far side of 0
             (bounded_low, bounded_high), without_0 = self._bounded_ends(alpha / 2), half == 0
-            near_low, near_high = np.maximum(bounded_low, _NOT_0), np.minimum(bounded_high, -_NOT_0)
+            near_low, near_high = np.maximum(bounded_low, _JUST_ABOVE_0), np.minimum(bounded_high, -_JUST_ABOVE_0)
             tied_low = np.where(without_0 & (estimates.mean > 0), near_low, np.minimum(estimates.mean, 0))
             tied_high = np.where(without_0 & (estimates.mean < 0), near_high, np.maximum(estimates.mean, 0))
             low, high = np.where(is_tied, tied_low, low), np.where(is_tied, tied_high, high)

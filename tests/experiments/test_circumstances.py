@@ -12,7 +12,7 @@ from trials import TWO_ARM_EXPERIMENT, write_experiment
 from lm.config.load import to_yaml
 from lm.errors import RunError
 from lm.experiments.compare import PLAN, open_experiment
-from lm.experiments.definition import plan_of, read_experiment
+from lm.experiments.definition import present_plan, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.runs.evaluations import evaluation_files, load_evaluation
@@ -32,7 +32,9 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     procedure = Procedure(read_experiment(write_experiment(folder, **SEEDS | changes), overrides))
     write_recorded_file(procedure.experiment.folder / RESOLVED_FILE, SETTLED)
     procedure = open_experiment(procedure.experiment)
-    write_recorded_file(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    write_recorded_file(
+        procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: present_plan(procedure.experiment)}
+    )
     finish_all_runs(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
         write_recorded_file(run.config.run_folder / CONFIG, to_yaml(run.config))

@@ -8,7 +8,7 @@ from manifests import write_recorded_file
 from trials import procedure_of
 
 from lm.experiments import compare
-from lm.experiments.compare import plan_lines, seconds_of
+from lm.experiments.compare import plan_lines, training_seconds
 from lm.experiments.procedure import Procedure
 
 
@@ -28,7 +28,9 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path, monkeypatch):
         log.touch()
         os.utime(log, (1e9 + seconds, 1e9 + seconds))
     procedure = Procedure(procedure.experiment)
-    assert [seconds_of(run) for run in procedure.known_runs() if run.arm == "softmax"][:3] == [60, 60, 0], "two starts"
+    assert [training_seconds(run) for run in procedure.known_runs() if run.arm == "softmax"][:3] == [60, 60, 0], (
+        "two starts"
+    )
     # (6 x 60 s + 6 x 120 s - 3 x 60 s) / 2
     words = "time: about 8 min for what is left, by the FLOPs of the runs that have ended"
     assert words in plan_lines(procedure, [(), ()])
@@ -44,5 +46,5 @@ def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
     )
     lines = "\n".join(plan_lines(procedure, [()]))
     assert "\n12 runs, " in lines
-    assert procedure.n_runs("") == {"softmax": 9, "as-it-is": 3}
+    assert procedure.count_runs("") == {"softmax": 9, "as-it-is": 3}
     assert len(finish_all_runs(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known_runs()) == 12

@@ -30,7 +30,7 @@ from lm.experiments.compare import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.report.frame import results
 from lm.runs.folder import CONFIG, ENVIRONMENT
-from lm.statistics.intervals import over_seeds_and_documents
+from lm.statistics.intervals import estimate_over_seeds_and_documents
 from lm.statistics.units import selection_mask
 from lm.statistics.verdicts import power, smallest_difference
 
@@ -104,7 +104,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
         write_frame(run, "validation", run.outcome.last_step, validation_frame(values))
     report = np.flatnonzero(~selection_mask(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report] for seed in (1, 2, 3)])
-    expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
+    expected = estimate_over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
     assert procedure.judgement().entries()[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
     assert expected.noise_source == f"3 seeds and {len(report)} documents"
 
@@ -316,7 +316,7 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     }
     procedure = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
     trained_folders = set[Path]()
-    n_planned = procedure.n_runs("")
+    n_planned = procedure.count_runs("")
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
         assert all(
             run.source is None
@@ -330,9 +330,9 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     from_others = [run for run in procedure.known_runs() if run.source]
     assert all((run.source.seed, run.source.stage) == (run.seed, run.stage) for run in from_others)
     assert {*procedure.tuning_runs("")["arm"]} == {"softmax", "more", "longer"}, "others choose no rate"
-    assert procedure.n_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
-    assert sum(procedure.n_runs("").values()) == len(procedure.known_runs())
-    assert n_planned == procedure.n_runs("")
+    assert procedure.count_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
+    assert sum(procedure.count_runs("").values()) == len(procedure.known_runs())
+    assert n_planned == procedure.count_runs("")
 
 
 def test_the_noise_of_an_experiments_final_runs_is_said_in_the_plan_and_on_the_page(tmp_path):

@@ -53,7 +53,7 @@ def test_committed_results_give_their_committed_verdicts(shown):
     line_of = {(line["size"], line["arm"]): line for line in lines if "verdict" in line}
     assert len(line_of) == len(shown.verdicts)
     for (arm, row, length), verdict in shown.verdicts.items():
-        by_size = shown.rows == "size"
+        by_size = shown.compared_column == "size"
         line = line_of[f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
         assert (line["verdict"], line["reason"], line["p"]) == (
             verdict.kind,

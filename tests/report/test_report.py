@@ -10,7 +10,7 @@ from reported import build_run, compare_folders, edit_evaluation, write_report
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
 from lm.report.comparison_tables import ONE_SEED_NOTE, OWN_SEEDS_NOTE, comparison_notes, comparison_tables, run_facts
-from lm.report.tables import Column, numeral, signed_text
+from lm.report.tables import Column, number_text, signed_text
 from lm.runs.record import read_run
 
 
@@ -174,5 +174,5 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
     ],
 )
 def test_numbers_have_no_exponent_and_zero_no_sign(value, written, as_difference):
-    assert (numeral(value), signed_text(value)) == (written, as_difference)
+    assert (number_text(value), signed_text(value)) == (written, as_difference)
     assert Column("divergence", kind="mean").text(-1e-9) == "0.0000"

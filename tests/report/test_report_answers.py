@@ -20,7 +20,7 @@ from reported import (
 )
 
 from lm.report.comparison_pictures import heat_maps
-from lm.statistics.intervals import Interval, effective_trials, wilson
+from lm.statistics.intervals import Interval, effective_trials, wilson_interval
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
 NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as trained")
@@ -29,7 +29,7 @@ NEEDLE, CONTROL = ("needle", "as trained"), ("needle, control without it", "as t
 def of_sequences(fraction: float) -> Interval:
     """The interval of a fraction in 16 sequences of 8 questions, as `build_run` has them."""
     trials = effective_trials(8 * np.linspace(fraction - 0.1, fraction + 0.1, 16), np.full(16, 8))
-    return wilson(fraction * trials, trials)
+    return wilson_interval(fraction * trials, trials)
 
 
 def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(tmp_path):
@@ -40,7 +40,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     comparison, differences = compare_folders(*folders)
     assert answer_labels(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
     assert accuracy_interval(comparison, 0, RECALL, 512).as_list() == pytest.approx(of_sequences(0.3).as_list())
-    assert accuracy_interval(comparison, 1, NEEDLE, 512).as_list() == pytest.approx(wilson(7, 10).as_list()), (
+    assert accuracy_interval(comparison, 1, NEEDLE, 512).as_list() == pytest.approx(wilson_interval(7, 10).as_list()), (
         "not 14 of 20: depths ask the same"
     )
     assert accuracy_interval(comparison, 1, CONTROL, 64).mean == 0

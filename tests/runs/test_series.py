@@ -9,7 +9,7 @@ import pytest
 from fabricated import EMPTY_FRAME, make_evaluation, write_evaluation
 
 from lm.evaluation.evaluation_kind import rows, units_frame
-from lm.report.comparison import at_places, reporting_rows
+from lm.report.comparison import reporting_rows, rows_at_places
 from lm.report.frame import evaluation_block, frame
 from lm.runs.evaluations import (
     LOSS,
@@ -65,7 +65,7 @@ def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
     frame = evaluation_rows([make_evaluation(pd.concat([by_position(), by_length()], ignore_index=True), seq_len=8)])
     assert frame.groupby("shape")["logged"].all().to_dict() == {"bins": True, "points": False}
     assert point_means(frame)["value"].tolist() == pytest.approx([3, np.nan, 0.5, 0.5], nan_ok=True)
-    places = at_places(frame[frame["sample"] != 1])
+    places = rows_at_places(frame[frame["sample"] != 1])
     assert [*zip(places["place"], places["value"], strict=True)] == [
         ("within 1x", 1.0),
         ("within 1x", 5.0),

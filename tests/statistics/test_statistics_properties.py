@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from lm.statistics.intervals import Estimate, over_seeds_and_documents
+from lm.statistics.intervals import Estimate, estimate_over_seeds_and_documents
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 
@@ -23,7 +23,7 @@ def crossed(seeds: int, documents: int, of_seeds: float, of_documents: float, of
     interaction -= interaction.mean(0) + interaction.mean(1, keepdims=True) - interaction.mean()
     interaction *= np.sqrt((seeds - 1) * (documents - 1) / (interaction**2).sum())
     values = 3 + of_seeds * centred(seeds, 0)[:, None] + of_documents * centred(documents, 1) + of_both * interaction
-    return over_seeds_and_documents(values, np.ones(documents), np.arange(documents))
+    return estimate_over_seeds_and_documents(values, np.ones(documents), np.arange(documents))
 
 
 def test_the_interval_over_seeds_and_documents_counts_the_interaction_once():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2, nct, t, ttest_1samp
 
-from lm.statistics.intervals import over_seeds_and_documents
+from lm.statistics.intervals import estimate_over_seeds_and_documents
 from lm.statistics.verdicts import (
     UNTUNED,
     Comparison,
@@ -195,7 +195,7 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], c
 def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     values = spread(0.03, 0.03, 7)
     units = np.array(values)[:, None] + np.random.default_rng(0).normal(0, 0.02, (7, 9))
-    on_other_text = over_seeds_and_documents(units[None, None], np.ones(9), np.arange(9))
+    on_other_text = estimate_over_seeds_and_documents(units[None, None], np.ones(9), np.arange(9))
     comparison = Comparison(values, document_estimate=on_other_text)
     nothing = Comparison((), obstacle=UNTUNED)
     for count in (1, 4, 6):
