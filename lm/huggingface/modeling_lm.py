@@ -44,8 +44,9 @@ from lm.model.blocks import (
 
 
 class LmConfig(PreTrainedConfig):
-    """The decoder's configuration has the field names that `lm.model.blocks` reads. Sizes have transformers' usual
-    names, too.
+    """The decoder's configuration has the field names that lm's modules read.
+
+    Sizes also have their names in transformers.
 
     Args:
         vocab_size: number of token ids, V.
