@@ -255,8 +255,8 @@ def _evaluate_missing(
     metrics.jsonl.
     """
     folder, step = config.run_folder, config.trainer.max_steps
-    due = [measurement for measurement in all_measurements if measurement.eval_config.is_due(step, step)]
-    if missing := [each for each in due if not evaluation_path(folder, each.kind, step).exists()]:
+    due_measurements = [measurement for measurement in all_measurements if measurement.eval_config.is_due(step, step)]
+    if missing := [each for each in due_measurements if not evaluation_path(folder, each.kind, step).exists()]:
         truncate_metrics(folder, step)  # a line that the kill cut short
         for result in evaluate_model(folder, load(checkpoint), missing, open_device(config, facts)):
             means = {"tokens": result.evaluation.tokens_seen, **logged_means(result.evaluation)}
