@@ -143,9 +143,10 @@ def check_normalizer(
         list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. bias=true")
     ] = None,
 ) -> None:
-    """Test whether a normalizer keeps the promises that lm relies on.
+    """Test a normalizer against its contract.
 
-    Prints one line for each promise; the exit status is 1 if one is broken (docs/normalizers-own.md).
+    The contract consists of promises that lm relies on. Prints one line for each; the exit status is 1 if one is broken
+    (docs/normalizers-own.md).
     """
     from lm.config.load import load_normalizer
 
