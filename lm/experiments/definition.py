@@ -1,6 +1,5 @@
-"""An experiment as its file defines it: base configuration, arms, seeds, tuning and primary metric. The file is read
-and checked here, and gives the configuration of each run.
-"""
+"""This module reads and checks the file of an experiment: base configuration, arms, seeds, tuning and primary metric.
+`Experiment` gives the configuration of each run."""
 
 import hashlib
 import json

@@ -1,4 +1,5 @@
-"""Verdicts on a frame of runs, as docs/statistics.md defines them, for runs of lm and of other programs."""
+"""This module judges a frame of runs, of lm or of other programs, as docs/statistics.md says, and puts verdicts and
+noise into tables and words."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -522,7 +523,7 @@ def _pooled_spread(squares: float, degrees: int, largest: float) -> list[float] 
 
 
 def _spread_words(spread: list[float]) -> str:
-    """Put a spread of `_pooled_spread` into words."""
+    """Say a standard deviation with the ends of its interval, as `_pooled_spread` gives them, in words."""
     value, low, high = spread
     if not value:
         return "0 (all are equal)"

@@ -1,6 +1,5 @@
-"""The results of an experiment: its verdicts in files and in print, and its page, where question and verdicts come
-first, then the tables, pictures and facts behind them.
-"""
+"""This module writes the results of an experiment: verdicts in files and in print, and the page. The page begins with
+question and verdicts; tables, pictures and facts follow."""
 
 import math
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
-"""The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, the commands that each
-needs, and the verdicts on finished runs.
-"""
+"""This module follows the procedure of docs/statistics.md on run folders. It says which runs an experiment needs next
+and by which commands, and judges finished runs."""
 
 import math
 from collections import Counter
@@ -76,7 +75,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RateChoice:
     """Holds the learning rates of a size and the runs that choose them, as far as they are known."""
 
     # the tuning runs by arm and rate, and the runs of untuned arms that tuning runs start from; empty without a grid
@@ -109,7 +108,7 @@ class Procedure:
         self._arms = {arm.name: arm for arm in experiment.arms}
         self._ended_outcomes: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
-        self._choices: dict[str, Choice] = {}
+        self._choices: dict[str, RateChoice] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
         """Return the run of an arm at a rate. `rates`: the rates of the arms that it starts from, by arm."""
@@ -132,7 +131,7 @@ class Procedure:
         overrides = tuple(experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
 
-    def choice(self, size: str) -> Choice:
+    def choice(self, size: str) -> RateChoice:
         """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are
         cached.
 
@@ -146,7 +145,7 @@ class Procedure:
         rates_of_final_runs: dict[str, tuple[Rate | None, ...]] = {}
         if not self.experiment.is_tuned:
             rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
-            return Choice(runs, dict.fromkeys(rates, (None,)), rates)
+            return RateChoice(runs, dict.fromkeys(rates, (None,)), rates)
         depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
             depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.is_tuned]
@@ -154,7 +153,7 @@ class Procedure:
                 size, [arm for arm in depth_arms if not arm.source or arm.source in rates], rates, runs
             )
             if tuned is None:
-                return Choice(runs, rates_of_final_runs, None)
+                return RateChoice(runs, rates_of_final_runs, None)
             candidates = crossed_rates(self.experiment.arms[0].name, tuned)
             best_rates = self._best_rates(size, candidates)
             rates_of_final_runs |= candidates
@@ -162,8 +161,8 @@ class Procedure:
             for arm in self.experiment.arms:  # an arm without a rate of its own has the rate of its source
                 rates |= {arm.name: rates[arm.source]} if not arm.is_tuned and arm.source in rates else {}
             if best_rates is None:
-                return Choice(runs, rates_of_final_runs, rates if depth == depths[-1] else None)
-        return self._choices.setdefault(size, Choice(runs, rates_of_final_runs, rates))
+                return RateChoice(runs, rates_of_final_runs, rates if depth == depths[-1] else None)
+        return self._choices.setdefault(size, RateChoice(runs, rates_of_final_runs, rates))
 
     def _tuned_rates(
         self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]

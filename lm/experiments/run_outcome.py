@@ -1,6 +1,5 @@
-"""The outcome of a run of an experiment, read from its run folder alone, and sentences on how runs differ apart from
-their arms.
-"""
+"""This module reads the outcome of an experiment's run from its run folder, and says how runs differ apart from their
+arms."""
 
 import math
 from collections.abc import Collection, Iterable

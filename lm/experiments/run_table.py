@@ -1,4 +1,4 @@
-"""The verdicts on tables of runs, which any program may have trained, and the checks of these tables."""
+"""This module reads tables of runs, which any program may have trained, checks them, and judges the runs."""
 
 import io
 import json

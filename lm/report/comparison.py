@@ -1,4 +1,5 @@
-"""The comparison of runs: their arms, what they measured as one frame, paired differences, and whether it is fair."""
+"""This module compares runs: their arms, what they measured as one frame, paired differences, and whether the
+comparison is fair."""
 
 import json
 from collections import Counter

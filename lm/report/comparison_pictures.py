@@ -1,5 +1,5 @@
-"""Pictures that compare runs: training curves, evaluated metrics by position, length or head, heat maps by layer and
-head, and the metrics that training logs by layer and head."""
+"""This module draws comparisons of runs: training curves, metrics by position, length or head, and heat maps by layer
+and head. It also draws what training logs by layer and head."""
 
 import re
 from collections import Counter

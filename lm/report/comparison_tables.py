@@ -1,4 +1,5 @@
-"""The tables and notes of a comparison: means, differences, costs, and the facts that runs share or differ in."""
+"""This module makes the tables and notes of a comparison: means, differences, costs, and the facts that runs share or
+differ in."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

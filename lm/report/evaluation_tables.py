@@ -1,6 +1,5 @@
-"""The numbers of evaluations of any kind: tables on the terminal, and CSV or JSON with a row or object for each
-number.
-"""
+"""This module shows the numbers of evaluations of any kind: as tables on the terminal, and as CSV or JSON with a row or
+object for each number."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,4 +1,5 @@
-"""The long table of every number that runs have measured: a pandas data frame with one row per number."""
+"""This module makes the long table of every number that runs have measured: a pandas data frame with one row per
+number."""
 
 import os
 from collections.abc import Iterable, Iterator

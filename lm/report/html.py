@@ -1,4 +1,5 @@
-"""One self-contained HTML page of a comparison or an experiment, and every file of a report."""
+"""This module writes the page of a comparison or an experiment, one self-contained HTML file, and all other files of a
+report."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""Pictures as data: panels of lines, dots and intervals, and heat maps, which are drawn as SVG and PNG."""
+"""This module draws pictures as SVG and PNG from data: panels of lines, dots and intervals, and heat maps."""
 
 import io
 import re

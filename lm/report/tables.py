@@ -1,4 +1,4 @@
-"""Tables as CSV and terminal text, which show the same numbers, and number formats."""
+"""This module writes tables as CSV and as text on the terminal, which show the same numbers, and formats numbers."""
 
 import textwrap
 from collections.abc import Sequence

@@ -432,17 +432,17 @@ class Family:
 
 @lru_cache(maxsize=1 << 12)
 def _log_ratio(count: int, degrees: float, correlation: float) -> Chebyshev:
-    """Return an interpolation of `joint_tail` for a group. With l(P) = -log(1 - P) it gives log(l(joint p) / l(p)) as a
-    function of log l(p), where p is of one comparison."""
+    """Return an interpolation of `joint_tail_probability` for a group. With l(P) = -log(1 - P) it gives log(l(joint p)
+    / l(p)) as a function of log l(p), where p is of one comparison."""
 
     def ratio(logs: np.ndarray) -> list[float]:
-        tails = [joint_tail(-math.expm1(-math.exp(log)), count, degrees, correlation) for log in logs]
+        tails = [joint_tail_probability(-math.expm1(-math.exp(log)), count, degrees, correlation) for log in logs]
         return [math.log(-math.log1p(-tail)) - log for tail, log in zip(tails, logs, strict=True)]
 
     return Chebyshev.interpolate(ratio, 20, [math.log(_SMALLEST_P), math.log(min(7, 20 / count))])
 
 
-def joint_tail(p: float, count: int, degrees: float, correlation: float) -> float:
+def joint_tail_probability(p: float, count: int, degrees: float, correlation: float) -> float:
     """Return the probability that any of `count` correlated t statistics without a difference reaches a two-sided `p`.
 
     Each statistic has its own standard error. The differences of a seed are normal and share one factor, such as the
@@ -459,8 +459,8 @@ def joint_tail(p: float, count: int, degrees: float, correlation: float) -> floa
 
 @lru_cache(maxsize=1 << 8)
 def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
-    """Return the nodes and weights of `joint_tail`: the factor's part of a mean and its weights, then the weights of
-    its squares. Last are a comparison's spread given the squares and its density, (squares, spreads)."""
+    """Return the nodes and weights of `joint_tail_probability`: the factor's part of a mean and its weights, then the
+    weights of its squares. Last are a comparison's spread given the squares and its density, (squares, spreads)."""
     # a mean and its opposite have the same probability
     factor, factor_weights = (
         nodes[_QUADRATURE_NODES[0] // 2 :] for nodes in scipy.special.roots_hermitenorm(_QUADRATURE_NODES[0])

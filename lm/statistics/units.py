@@ -1,6 +1,5 @@
-"""The units of a measurement are sequences or questions, a row of a frame each. This module divides them into those
-that choose learning rates and those that are reported, and computes their weighted means.
-"""
+"""This module says which units of a measurement choose learning rates and which are reported, and computes their
+weighted means. A unit is a sequence or a question, a row of a frame."""
 
 import hashlib
 import math

@@ -1,6 +1,5 @@
-"""Verdicts on arms against one baseline. Each verdict follows from one interval, and all intervals hold together with
-95 %.
-"""
+"""This module gives verdicts on arms against one baseline. Each verdict follows from one interval, and all intervals
+hold together with 95 %."""
 
 import math
 from bisect import bisect_left

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import beta, dunnett, t, ttest_1samp, ttest_ind
 
-from lm.statistics.intervals import MAX_CORRELATION, Family, bounded_ends, joint_tail, mean_correlation
+from lm.statistics.intervals import MAX_CORRELATION, Family, bounded_ends, joint_tail_probability, mean_correlation
 from lm.statistics.verdicts import UNTUNED, Comparison, family_of, stack_comparisons, verdicts
 
 TABLES = 500  # random tables of each design
@@ -70,13 +70,13 @@ def test_the_joint_distribution_is_that_of_simulated_seeds(count: int, seeds: in
         values = np.sqrt(correlation) * factor + np.sqrt(1 - correlation) * own
         statistics = values.mean(-1) / values.std(-1, ddof=1) * np.sqrt(seeds)
         hits += (np.abs(statistics).max(1) > t.ppf(1 - p / 2, seeds - 1)).sum()
-    expected = joint_tail(p, count, seeds - 1, correlation)
+    expected = joint_tail_probability(p, count, seeds - 1, correlation)
     assert hits / trials == pytest.approx(expected, abs=3.5 * np.sqrt(expected / trials))
     family = Family(0, ((count, seeds - 1, correlation),))
     assert float(family.joint_p(p)) == pytest.approx(expected, rel=1e-4)
     assert 0.05 / count < Family(count).alpha < family.alpha < 0.05
     assert float(family.joint_p(family.alpha)) == pytest.approx(0.05)
-    assert joint_tail(0.01, 1, seeds - 1, correlation) == pytest.approx(0.01, rel=1e-6)
+    assert joint_tail_probability(0.01, 1, seeds - 1, correlation) == pytest.approx(0.01, rel=1e-6)
 
 
 def test_independent_comparisons_are_adjusted_as_by_statsmodels():
