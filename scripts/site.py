@@ -29,6 +29,7 @@ STYLE = """
   .md-typeset p:has(> img) { overflow-x: auto; }
   .md-typeset p > img:not([src*="overview"]) { max-width: none; width: 640px; }
   .md-typeset table:not([class]) td { min-width: 5.5rem; }
+  .md-typeset__table:has(th:nth-child(3)) { width: max-content; max-width: 32rem; }
 }
 @media print {
   .md-typeset__scrollwrap { margin: 0; overflow: visible; }
