@@ -1,6 +1,7 @@
 """Finds presets: the configurations, recipes and experiments that come with the package, each with a name."""
 
 import os
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,14 +45,14 @@ def is_override(argument: str) -> bool:
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield (name, description) of each preset. The description is the first sentence of the comment on its file's
-    first line.
+    """Yield (name, description) of each preset. The description is the first sentence of the comment that begins its
+    file.
     """
     root = folder()
     for path in sorted(root.rglob("*.yaml"), key=lambda path: (len(path.relative_to(root).parts), str(path))):
-        line = path.read_text(encoding="utf-8").partition("\n")[0]
-        sentence = line.removeprefix("#").strip().partition(". ")[0].rstrip(".:") if line.startswith("#") else ""
-        yield path.relative_to(root).with_suffix("").as_posix(), sentence
+        words = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))[0].split()
+        comment = " ".join(word for word in words if word != "#")
+        yield path.relative_to(root).with_suffix("").as_posix(), re.split(r"(?<=[.?]) ", comment)[0].rstrip(".:")
 
 
 def suggestion(path: Path) -> str:

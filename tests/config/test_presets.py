@@ -84,6 +84,7 @@ def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
     listed = dict(presets.names())
     assert len(listed) == len([*(ROOT / "configs").rglob("*.yaml")])
     assert all(listed.values()), "the comment at the top of each file says what it is"
+    assert listed["data/slimpajama"].endswith("2 million documents (about 2 billion tokens)"), "a sentence of two lines"
     lines = command("configs", COLUMNS="").stdout.splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines] == [*listed.values()], "a pipe gets whole descriptions"
     assert command("configs", "ssmax").stdout.endswith((ROOT / "configs" / "ssmax.yaml").read_text())
