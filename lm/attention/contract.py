@@ -84,10 +84,9 @@ def require(condition: bool | Tensor, message: str) -> None:
     """Raise AssertionError with `message` if `condition` is false. If it is a tensor, the message gains the index of
     its first false entry.
     """
-    if isinstance(condition, Tensor) and not condition.all():
-        raise AssertionError(f"{message}, at entry {condition.logical_not().nonzero()[0].tolist()}")
-    if not isinstance(condition, Tensor) and not condition:
-        raise AssertionError(message)
+    if not torch.as_tensor(condition).all():
+        entry = f", at entry {(~condition).nonzero()[0].tolist()}" if isinstance(condition, Tensor) else ""
+        raise AssertionError(message + entry)
 
 
 def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10) -> None:
@@ -137,8 +136,9 @@ def assert_decoding_matches(
     start, state, outputs = 0, None, []
     for step in steps:
         step_slice, layout = slice(start, start + step), AttentionLayout.continuation(start, step, expected.size(2))
-        output, state = normalizer.decode(q[:, :, step_slice], k[:, :, step_slice], v[:, :, step_slice], layout, state)
-        start, outputs = start + step, [*outputs, output]
+        output, state = normalizer.decode(*(x[:, :, step_slice] for x in (q, k, v)), layout, state)
+        start += step
+        outputs.append(output)
     assert_close(
         torch.cat(outputs, 2), expected, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens"
     )
@@ -174,8 +174,10 @@ def _require_shape(name: str, x: object, shape: tuple[int, ...]) -> None:
     if x.shape != shape:
         raise ValueError(f"{name} gives shape {tuple(x.shape)}; wanted is {shape}")
     if not x.isfinite().all():
-        remedy = "a row without weight is divided by lm.attention.routes.divide_rows"
-        raise ValueError(f"{name} gives numbers that are not finite; {remedy}")
+        raise ValueError(
+            f"{name} gives numbers that are not finite; a row without weight is divided by lm.attention.routes."
+            "divide_rows"
+        )
 
 
 def check_fast_path(options: Options) -> None:

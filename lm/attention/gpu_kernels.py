@@ -28,15 +28,13 @@ def can_compute(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: 
     """Return whether the kernel of the package `normalizer.gpu_package` works on this device, and can compute attention
     with these arguments.
     """
-    package = normalizer.gpu_package
-    if not package or v.device.type != "cuda":
+    is_flex = normalizer.gpu_package == FLEX
+    if not normalizer.gpu_package or v.device.type != "cuda" or (is_flex and k.size(2) > MAX_FLEX_LENGTH):
         return False
-    if v.dtype != torch.bfloat16 and not (package == FLEX and v.dtype == torch.float32):
+    if v.dtype != torch.bfloat16 and not (is_flex and v.dtype == torch.float32):
         return False
-    is_packed = package == FLEX and layout.documents is not None and q.size(2) == k.size(2)
-    if not (layout.causal or is_packed) or (package == FLEX and k.size(2) > MAX_FLEX_LENGTH):
-        return False
-    return not why_unusable(normalizer, q, k, v)
+    is_packed = is_flex and layout.documents is not None and q.size(2) == k.size(2)
+    return (layout.causal or is_packed) and not why_unusable(normalizer, q, k, v)
 
 
 _PROBLEMS: dict[tuple[object, ...], str] = {}

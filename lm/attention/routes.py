@@ -86,8 +86,8 @@ def fused_softmax(
     # PyTorch's kernel for CPUs adds a mask to logits without a gradient for it; lm's own takes no mask
     adds_bias = key_bias is not None and causal and in_order and in_grad_mode and q.size(-1) == width
     if adds_bias:
-        mask = (key_bias - key_bias[..., k.size(2) // 2, None]).detach().expand(k.shape[:3]).unsqueeze(-2)
-        mask = mask.to(torch.promote_types(v.dtype, torch.float32)).contiguous()  # it would misread other layouts
+        wide_bias = key_bias.detach().to(torch.promote_types(v.dtype, torch.float32)).expand(k.shape[:3])
+        mask = (wide_bias - wide_bias[..., k.size(2) // 2, None]).unsqueeze(-2).contiguous()  # others are misread
     if key_bias is not None:
         q, k = append_bias(q.to(v.dtype), k.to(v.dtype), key_bias / scale, n_parts=0 if adds_bias else 3)
     size, needs_grad = q.size(-1), in_grad_mode and any(x.requires_grad for x in (q, k, v))
@@ -100,11 +100,11 @@ def fused_softmax(
         q, k = q.repeat_interleave(n_pieces, 1), k.repeat_interleave(n_pieces, 1)
     if mask is None and not causal:
         mask = layout.visible()
-    attend = F.scaled_dot_product_attention  # which takes no mask beside `is_causal`, but the kernel that it calls does
-    if adds_bias:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    # the function takes no mask beside `is_causal`, but the kernel that it calls does
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu if adds_bias else F.scaled_dot_product_attention
     output = attend(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
-    output = output[0] if adds_bias else output
+    if adds_bias:
+        output = output[0]  # without the logarithms of sums
     return output if width == size else output.unflatten(1, (-1, n_pieces)).transpose(2, 3).flatten(-2)[..., :width]
 
 
