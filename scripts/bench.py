@@ -1,6 +1,5 @@
 """Time alternatives side by side, interleaved in one run, so that a noisy machine slows all of them alike.
 
-python scripts/bench.py optimizers              step time of every optimizer over AdamW's, each as a run builds it
 python scripts/bench.py kernels                 attention alone, forward and backward: each normalizer's kernel, and
                                                 dense definitions, over softmax's fused kernel
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in its own process
@@ -26,35 +25,14 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.config import normalizers as kinds
 from lm.config.model_config import ModelConfig
-from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
-from lm.data.batches import Batch
 from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import nll_by_token
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.training.optimizers import make_optimizer
 
 Step = Callable[[], None]
 DENSE_NORMALIZERS = ("softmax", "relu2", "sigmoid")
-
-
-def train_step(
-    decoder: Decoder, sequences: torch.Tensor, arguments: argparse.Namespace, optimizer: torch.optim.Optimizer
-) -> Step:
-    """Return a function that makes one optimizer step on `sequences` (B, T + 1): forward, backward and update."""
-    tokens = sequences[:, 1:].numel()
-
-    def step() -> None:
-        with torch.autocast(sequences.device.type, torch.bfloat16, enabled=arguments.bf16):
-            value = decoder.loss(Batch.from_sequences(sequences)) / tokens
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if sequences.is_cuda:
-            torch.cuda.synchronize()
-
-    return step
 
 
 def time_interleaved(
@@ -95,35 +73,6 @@ def print_ratios(times: dict[str, list[float]], base: str, tokens: int) -> None:
 def model_config(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
     """Return the configuration of the benchmarked model, with `changes` to it."""
     return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
-
-
-def new_decoder(arguments: argparse.Namespace) -> Decoder:
-    """Return a new decoder of the benchmarked shape, for sequences of the benchmarked length."""
-    return Decoder(model_config(arguments), arguments.vocab_size, arguments.seq_len).to(arguments.device)
-
-
-def optimizer_steps(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Return a training step for each optimizer with its defaults, each optimizer's update alone, and the name of the
-    base.
-
-    AdamW is timed twice; the second time shows the noise.
-    """
-    options = {
-        "adamw": AdamW(),
-        "adamw again": AdamW(),
-        **{name: option() for name, option in OPTIMIZERS.items() if name != "adamw"},
-    }
-    sides = {}
-    for name, option in options.items():
-        decoder = new_decoder(arguments)
-        optimizer = make_optimizer(decoder, OptimConfig(optimizer=option))
-        sides[name] = train_step(decoder, sequences, arguments, optimizer)
-    for name, option in OPTIMIZERS.items():
-        decoder = new_decoder(arguments)
-        for parameter in decoder.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        sides[f"{name}: the update alone"] = make_optimizer(decoder, OptimConfig(optimizer=option())).step
-    return sides, "adamw"
 
 
 def attention_step(options: object, arguments: argparse.Namespace, dense: bool = False) -> Step:
@@ -221,23 +170,19 @@ def measure_long(arguments: argparse.Namespace) -> None:
     )
 
 
-STEP_BENCHMARKS = {
-    "optimizers": optimizer_steps,
-    "kernels": kernel_steps,
-}
 DEFAULT_LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072}
 
 
 def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=[*STEP_BENCHMARKS, "memory", "memory-of", "long"])
+    parser.add_argument("what", choices=["kernels", "memory", "memory-of", "long"])
     parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)  # of memory-of: what is measured
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; memory 16,384")
+    parser.add_argument("--seq-len", type=int, help="default: of kernels 2,048, of memory 16,384, of long 131,072")
     parser.add_argument("--normalizer", default="softmax", choices=list(kinds.LAYER_OPTIONS), help="of `long`")
     parser.add_argument("--fused", action="store_true", help="PyTorch's attention on a CPU, too, of `long`")
     parser.add_argument("--sequences", type=int, default=8)
@@ -247,7 +192,7 @@ def main() -> None:
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    arguments.seq_len = arguments.seq_len or DEFAULT_LENGTHS.get(arguments.what, 256)
+    arguments.seq_len = arguments.seq_len or DEFAULT_LENGTHS[arguments.what]
     functions = {"memory": print_memory, "memory-of": print_added_memory, "long": measure_long}
     if arguments.what in functions:
         return functions[arguments.what](arguments)
@@ -256,7 +201,7 @@ def main() -> None:
     sequences = torch.randint(
         arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device
     )
-    sides, base = STEP_BENCHMARKS[arguments.what](arguments, sequences)
+    sides, base = kernel_steps(arguments, sequences)
     name = (
         torch.cuda.get_device_name()
         if sequences.is_cuda

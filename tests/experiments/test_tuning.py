@@ -26,14 +26,6 @@ def test_one_arm_at_the_edge_grows_the_grid_for_all():
     assert tuned_rates(GRID, {"a": bowl(2e-3, longest), "b": bowl(8e-3, longest)})[0] == {"a": 2e-3, "b": 8e-3}
 
 
-def test_whole_numbers_are_halved_to_whole_numbers_if_they_are_even():
-    losses = {"a": bowl(1e-3, (4, 8, 16))}
-    (lowest,) = tuned_rates((4, 8, 16), losses)[1]
-    assert (lowest, type(lowest)) == (2, int)
-    odd = {"a": bowl(1e-3, (3, 6, 12))}
-    assert tuned_rates((3, 6, 12), odd, lambda rate: isinstance(rate, int)) == ({}, ())
-
-
 def test_after_two_extensions_an_arm_at_the_edge_has_no_rate():
     most = (*GRID, 8e-3, 16e-3)
     assert tuned_rates(GRID, {"a": bowl(2e-3, most), "b": bowl(1.0, most)}) == ({"a": 2e-3}, ())

@@ -184,20 +184,15 @@ def test_the_second_version_subtracts_the_map_of_a_second_query(normalizer: Opti
     assert flops_per_token(decoder) - flops_per_token(model(n_kv_head=2)) == 3 * 2 * 2 * T * C + 6 * 2 * (C * C + 4 * C)
 
 
-def test_recipes_of_papers_are_of_cosines():
-    """Under QK-norm LSSAR's scores are ln D ln n cos(q, k), and a view of threshold differential attention is
-    D (cos(q, k) - sqrt(2 ln n / D))^2 where that is above 0.
-    """
-    lssar, tda = (load_config([f"recipes/{name}"]).model for name in ("lssar", "tda"))
-    assert (lssar.qk_norm, tda.qk_norm, tda.differential) == (True, True, True)
-    n, layout = torch.arange(1.0, T + 1).view(T, 1), AttentionLayout.full(T)
+def test_the_recipe_of_lssar_scales_cosines():
+    """Under QK-norm scores are ln D ln n cos(q, k), as in the paper."""
+    config = load_config(["recipes/lssar"]).model
+    assert config.qk_norm
     q, k = F.normalize(torch.randn(2, 1, 4, T, 12, generator=torch.Generator().manual_seed(0)), dim=-1)
-    cosines, unit = (q @ k.mT).tril(), 12**0.5  # the norm that QK-norm leaves
-    scores = make_normalizer(lssar.normalizer, LayerSpec(4, 12, C, T)).scores(unit * q, unit * k, layout)
-    torch.testing.assert_close(scores.tril(), math.log(12) * n.log() * cosines, atol=1e-5, rtol=1e-5)
-    weights = make_normalizer(tda.normalizer, LayerSpec(4, 12, C, T)).weights(unit * q, unit * k, layout)
-    expected = 12 * (cosines - (2 * n.log() / 12).sqrt()).relu().square()
-    torch.testing.assert_close(weights, expected.tril(), atol=1e-5, rtol=1e-5)
+    normalizer, size = make_normalizer(config.normalizer, LayerSpec(4, 12, C, T)), 12**0.5
+    scores = normalizer.scores(size * q, size * k, AttentionLayout.full(T))
+    n = torch.arange(1.0, T + 1).view(T, 1)
+    torch.testing.assert_close(scores, math.log(12) * n.log() * (q @ k.mT), atol=1e-5, rtol=1e-5)
 
 
 def test_exclusive_outputs_are_orthogonal_to_the_tokens_own_values():

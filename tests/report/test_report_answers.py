@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from fabricated import validation_frame
 from reported import (
     accuracy_interval,
     accuracy_rows,
@@ -14,8 +13,6 @@ from reported import (
     compare_folders,
     edit_evaluation,
     pictures,
-    write_answers,
-    write_report,
     write_rows,
 )
 
@@ -104,12 +101,6 @@ def test_chance_is_drawn(tmp_path):
         {},
         {},
     ]
-    for kind in ("recall", "needle"):
-        edit_evaluation(
-            folder, kind, lambda rows: rows.assign(about=[replace(of, references=()) for of in rows["about"]])
-        )
-    captions = [picture.caption for picture in pictures(compare_folders(folder)[0])]
-    assert not any(caption.startswith("Accuracy") for caption in captions), "one length without a level is no picture"
 
 
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
@@ -161,25 +152,3 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
     difference = compare_folders(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
     assert "in sequences of 64" in difference.subject
-
-
-def test_tasks_are_named_over_all_runs(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
-    write_answers(folders[1], {64: 0.9}, pairs=16)
-    comparison, differences = compare_folders(*folders)
-    assert answer_labels(comparison)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
-    assert differences["mqar (pairs 16)", "as trained"].interval is None
-
-
-def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path):
-    symbols = {
-        "eval": {"long_context": {"length_factor": 0}},
-        "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},
-    }
-    folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
-    write_rows(folder, "validation", validation_frame(np.full(9, 3.0)))
-    files = write_report([folder], tmp_path / "out")
-    assert not any("bits_per_byte" in row["quantity"] for row in files.rows)
-    page = files.html.read_text()
-    assert "source.name" not in page.split("<h2>Runs")[0]
-    assert "Data: mqar.<" in page  # made anew each step: the size of the store says nothing
