@@ -243,7 +243,7 @@ def time_training(normalizer: str, length: int, compiled: bool) -> tuple[int, in
     """
     decoder = Decoder(gpt2_config(normalizer), VOCAB_SIZE, length).to(DEVICE)
     if compiled:
-        decoder.compile_blocks(lengths=1)
+        decoder.compile_blocks(n_lengths=1)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     step = training_step(decoder, lambda sequences: decoder.loss(Batch.from_sequences(sequences)), length)
@@ -283,7 +283,7 @@ def profile_step(out: Path) -> list[Line]:
     length = 1024 if ON_GPU else 32
     decoder = Decoder(gpt2_config("softmax"), VOCAB_SIZE, length).to(DEVICE)
     if ON_GPU:
-        decoder.compile_blocks(lengths=1)
+        decoder.compile_blocks(n_lengths=1)
     step = training_step(decoder, lambda sequences: decoder.loss(Batch.from_sequences(sequences)), length)
     lines, sides = [], {"lm": step}
     if path := os.environ.get("NANOGPT"):
