@@ -59,7 +59,7 @@ def global_options(
 
 
 class TerminalStream:
-    """A text stream that makes control characters visible (`terminal_text`). All commands print into one.
+    """A text stream that makes control characters visible (`terminal_text`). All commands print to such a stream.
 
     rich, which prints control characters of its own, writes to the stream below, `rich_proxied_file`.
     """
@@ -115,7 +115,9 @@ def main() -> None:
 
 
 def _usage_message(error: UsageError) -> str:
-    """Return a one-line message about a wrong command line. For an unknown option it says how keys are written."""
+    """Return a one-line message about a wrong command line. For an unknown option, the message says how configuration
+    keys are written.
+    """
     text = " ".join(error.format_message().split()).rstrip(".")
     if type(error).__name__ == "NoSuchOption":
         takes_keys = "=VALUE" in error.ctx.get_usage()

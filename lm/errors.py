@@ -63,7 +63,7 @@ def abbreviate(text: str, limit: int = 300) -> str:
 
 def suggest(word: str, names: Iterable[str]) -> str:
     """Return advice on an unknown `word`: the most similar of `names`, or else all of them. If `names` has a method
-    `suggestions`, its names are taken, such as those of plugins.
+    `suggestions`, the names that this method returns are taken instead, such as names of plugins.
     """
     names = [*getattr(names, "suggestions", names.__iter__)()]
     matches = [name for name in names if name.startswith(f"{word} ")]  # of a metric at several lengths, say
@@ -100,8 +100,8 @@ def value_text(value: object) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that CPU or GPU memory ran out. It is then Python's MemoryError, torch's
-    OutOfMemoryError for a GPU, or torch's RuntimeError for the CPU.
+    """Return whether `error` says that CPU or GPU memory ran out. Such errors are Python's MemoryError, torch's
+    OutOfMemoryError for a GPU, and torch's RuntimeError for the CPU.
     """
     return (
         isinstance(error, MemoryError)
@@ -142,7 +142,7 @@ class PluginUnavailable(KeyError):
 
 
 class ConfigError(LMError):
-    """Raised for an invalid configuration. Its text lists the problems, one per line."""
+    """Raised for an invalid configuration. The error's text lists the problems, one per line."""
 
     exit_code = 2
 

@@ -34,8 +34,8 @@ def make_module(
     """Return a layer's normalizer as a module, with initial values of its parameters in fp32.
 
     normalizer: named as in a configuration, `"ssmax"` or `{"name": "ssmax", "bias": True, "n": "fixed:1024"}`
-    (docs/normalizers.md). train_length: tokens in a training sequence; width: of the layer's input, which asentmax and
-    forget read. Raises ConfigError: no such normalizer or option.
+    (docs/normalizers.md). train_length: tokens in a training sequence; width: dimensions of the layer's input, which
+    asentmax and forget read. Raises ConfigError: no such normalizer or option.
     """
     with PLUGINS.trusted_text():  # the caller named the normalizer, which may be a plugin
         plain = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
@@ -75,10 +75,11 @@ def scaled(
     normalizer: Normalizer, q: Tensor, k: Tensor, *,
     positions: Tensor | AttentionLayout | None = None, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return queries and keys with which any softmax kernel (scores q.k / sqrt(D)) computes the normalizer's weights.
+    """Return scaled queries (B, H, T, D) and keys (B, K, S, D), from which softmax of q.k / sqrt(D) gives the
+    normalizer's weights.
 
-    Scaling is in fp32; the results have the dtypes of q and k. Arguments and errors are those of `attention`;
-    ConfigError is raised for a normalizer that is no softmax of scaled queries.
+    Scaling is in fp32; the results have the dtypes of q and k. Arguments and errors are as in `attention`. Raises
+    ConfigError, too, if the normalizer is no softmax of scaled queries.
     """
     layout = _make_checked_layout(normalizer, q, k, positions, cu_seqlens)
     if (inputs := normalizer.fused_inputs(q, k, layout)) is None:

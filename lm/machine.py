@@ -84,7 +84,8 @@ def stop_signals_blocked() -> Iterator[None]:
 def block_stop_signals() -> None:
     """Block `STOP_SIGNALS` in this thread until `unblock_stop_signals`.
 
-    A process started meanwhile inherits the block, and a signal to it waits until it calls `unblock_stop_signals`.
+    A process started meanwhile inherits the block: a signal to that process waits until the process calls
+    `unblock_stop_signals`.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     os.environ[_BLOCKED_VARIABLE] = " ".join(str(int(number)) for number in STOP_SIGNALS if number not in mask)
@@ -99,8 +100,8 @@ def unblock_stop_signals() -> None:
 
 
 def process_start(pid: int) -> str:
-    """Return the start time of process `pid`, which tells it from a later process with the same id; empty if the
-    process has ended. On systems without /proc, return `alive` for a live process.
+    """Return the start time of process `pid`, as a text, which distinguishes the process from a later one with the same
+    id. Return an empty text if the process has ended. On systems without /proc, return `alive` for a live process.
     """
     try:
         state, *fields = (

@@ -45,10 +45,11 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
 
 
 def convert(hint: type, value: Plain):
-    """Return `value` as type `hint`; only int is converted to another type, float. Return MISSING if it can't be one.
+    """Return `value` as type `hint`; only int is converted to another type, float. Return MISSING if `value` can't have
+    the type.
 
-    It can't if the types differ, an int exceeds 64 bits, a float isn't finite, or a text has a NUL, which no file name
-    can hold.
+    This is so if the types differ, an int exceeds 64 bits, a float isn't finite, or a text has a NUL, which no file
+    name can hold.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -81,8 +82,8 @@ def to_plain(value, include_defaults: bool = False) -> Plain:
     """Return a configuration, a dataclass of keys (`lm.attention.options.key`), as nested plain data. Lists and maps
     may contain such dataclasses.
 
-    A block that its name selects has this name as a key. Keys made with `omit_default` are left out while they have
-    their default, unless `include_defaults` is true.
+    A block whose dataclass has a `name`, such as `ssmax`, gets the key `name`. Keys made with `omit_default` are left
+    out while they have their default, unless `include_defaults` is true.
     """
     if isinstance(value, list):
         return [to_plain(item, include_defaults) for item in value]

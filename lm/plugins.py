@@ -73,7 +73,7 @@ class Plugins:
     def import_plugin(self, name: str, get_options: OptionsGetter) -> Plugin:
         """Return the plugin `name`, an entry point or `package.module:Class`, which is imported if needed.
 
-        `get_options` checks the imported class and returns the class of its options. Their attribute `name` is always
+        `get_options` checks the imported class and returns its class of options, whose attribute `name` is always
         `package.module:Class`.
 
         Raises:

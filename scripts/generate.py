@@ -102,7 +102,7 @@ def normalizers_page() -> str:
     """Return the text of docs/normalizers.md: a table with one row per normalizer, then a table of all options."""
     lines = [NORMALIZERS_PAGE_HEAD]
     for name, entry in ENTRIES.items():
-        sums = "with `n: sum`" if entry.n_may_be_sum else "yes" if entry().rows_sum_to_one else "no"
+        sums = "with `n: sum`" if entry.accepts_sum else "yes" if entry().rows_sum_to_one else "no"
         kernel = normalizer_class(name).kernel
         facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.findings
         lines.append(_table_row(f"`{name}`", *facts))

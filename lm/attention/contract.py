@@ -54,8 +54,8 @@ def random_inputs(
 ) -> list[Tensor]:
     """Return random q, k and v, each (batch, HEADS, length, size), which are the same at each call.
 
-    With `normalizer`, q and k also hold the features that it computes from a random layer input, and so are wider than
-    `size`.
+    With `normalizer`, q and k also hold the features that the normalizer computes from a random layer input, and so are
+    wider than `size`.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -81,8 +81,8 @@ def named_output_and_gradients(
 
 
 def require(condition: bool | Tensor, message: str) -> None:
-    """Raise AssertionError with `message` if `condition` is false. If it is a tensor, the message gains the index of
-    its first false entry.
+    """Raise AssertionError with `message` if `condition` is false. If `condition` is a tensor, the index of the first
+    false entry is added to the message.
     """
     if not torch.as_tensor(condition).all():
         entry = f", at entry {(~condition).nonzero()[0].tolist()}" if isinstance(condition, Tensor) else ""
@@ -167,7 +167,8 @@ def check_initial_values(options: Options) -> None:
 def _require_shape(name: str, x: object, shape: tuple[int, ...]) -> None:
     """Raise TypeError or ValueError unless `x` is a tensor of this shape whose numbers are all finite.
 
-    This runs in the first check, so that a message names the cause of errors that all other checks would end in.
+    The first check calls this function, since a wrong output would make all other checks fail with errors that hide the
+    cause.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} gives {type(x).__name__}, not a tensor")
@@ -213,8 +214,8 @@ def check_row_independence(options: Options) -> None:
     """each query has its own n and mask: if the position and the document length of one query change, no other query's
     weights change
 
-    n is the number of keys that a query sees; `row_length(layout)`, (1, T) or (B, 1, T), has one for each query.
-    `.unsqueeze(-1)` gives it an axis of keys
+    n is the number of keys that a query sees; `row_length(layout)`, (1, T) or (B, 1, T), has one n for each query.
+    `.unsqueeze(-1)` adds the dimension of keys
     """
     normalizer, length, moved_query = random_normalizer(options), 6, 3
     q, k, _ = random_inputs(length, batch=1, normalizer=normalizer)
@@ -343,7 +344,8 @@ def check_decoding(options: Options) -> None:
 
 
 def check_packed_documents(options: Options) -> None:
-    """each document packed into a sequence, or padded to another's length, has the output that it has alone
+    """each document has the same output alone, packed into a sequence with others, and padded to another document's
+    length
 
     n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores. With packed documents positions
     are (B, T), `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)

@@ -85,8 +85,8 @@ def _compare_with_pytorch() -> Iterator[tuple[str, Tensor, Tensor]]:
 
 @cache
 def _load_library() -> ctypes.CDLL:
-    """Load the kernel's library, which is compiled unless this machine's cache holds it. Raises OSError or
-    subprocess.SubprocessError.
+    """Load the kernel's library, which is compiled first unless this machine's cache holds it. Raises OSError or
+    subprocess.SubprocessError: compiling or loading fails.
     """
     command = [
         cpp_compiler(),

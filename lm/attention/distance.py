@@ -233,7 +233,9 @@ class ScaleInvariantNormalizer(MappedSoftmax):
 
 @dataclass
 class Forget(Options):
-    """Options of the normalizer `forget`, whose logits fall with each token back, as its input decides."""
+    """Options of the normalizer `forget`: every token between a key and the query lowers the key's logit, by an amount
+    learned from the token's layer input.
+    """
 
     name = "forget"
     full_formula = "softmax(z + c_i - c_j), c the running sum of ln sigmoid(w.x + b), x the layer's input"
@@ -293,7 +295,9 @@ class SoftCapNormalizer(MappedSoftmax):
 
 @dataclass
 class StickBreaking(Options):
-    """Options of the normalizer `stick_breaking`, whose weights are fractions of what later keys have left."""
+    """Options of the normalizer `stick_breaking`, in which each key takes a fraction of the weight that later keys
+    leave.
+    """
 
     name = "stick_breaking"
     full_formula = "sigmoid(z_j) prod (1 - sigmoid(z_k)), j < k < i"

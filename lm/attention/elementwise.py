@@ -21,8 +21,8 @@ from lm.errors import Problem
 class ElementwiseNormalizer(DividedNormalizer):
     """Base of normalizers whose weights are f(z + b) r, for logits z.
 
-    `score_map` names f. b is the query's `shift`, and r its `factor`; if that is None, r is 1 / sum of f over the
-    query's keys.
+    `score_map` names f, `shift` returns each query's b, and `weight_factor` each query's r. If `weight_factor` returns
+    None, r is 1 / (sum of f over the query's keys).
     """
 
     kernel = "tiles; on CUDA Triton"
@@ -37,7 +37,7 @@ class ElementwiseNormalizer(DividedNormalizer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         if not layout.causal:
             return super().forward(q, k, v, layout)
-        factor = self.factor(layout)
+        factor = self.weight_factor(layout)
         # fp16 can't hold sums before they are divided by n
         dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -66,7 +66,7 @@ class Relu2(Options):
         "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures "
         "published)"
     )
-    n_may_be_sum = True
+    accepts_sum = True
     sums_to_one = False
     n: str = key(
         "visible",
@@ -92,9 +92,9 @@ class Relu2Normalizer(ElementwiseNormalizer):
     schema = Relu2
     score_map = "relu2"
 
-    def factor(self, layout: AttentionLayout) -> Tensor | None:
+    def weight_factor(self, layout: AttentionLayout) -> Tensor | None:
         return (
-            super().factor(layout)
+            super().weight_factor(layout)
             if self.options.form == "1/(n d)"
             else self.layer.head_size / self.row_length(layout).square()
         )
@@ -151,7 +151,7 @@ class SigmoidNormalizer(ShiftedNormalizer):
         shift = -self.row_length(layout).log()
         return shift + self.b.unsqueeze(-1) if self.options.bias else shift
 
-    def factor(self, layout: AttentionLayout) -> Tensor:
+    def weight_factor(self, layout: AttentionLayout) -> Tensor:
         return layout.n("fixed:1").unsqueeze(-2)
 
 
@@ -199,7 +199,7 @@ class ThresholdNormalizer(ShiftedNormalizer):
     def shift(self, layout: AttentionLayout) -> Tensor:
         return -self.beta.unsqueeze(-1) * (2 * self.row_length(layout).log()).sqrt()
 
-    def factor(self, layout: AttentionLayout) -> Tensor | None:
+    def weight_factor(self, layout: AttentionLayout) -> Tensor | None:
         return None if self.options.divided else layout.n("fixed:1").unsqueeze(-2)
 
 
@@ -257,7 +257,7 @@ class SoftplusNormalizer(DividedNormalizer):
     def unnormalized_weights(self, scores: Tensor) -> Tensor:
         return F.softplus(scores)
 
-    def factor(self, layout: AttentionLayout) -> None:
+    def weight_factor(self, layout: AttentionLayout) -> None:
         return None
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:

@@ -183,7 +183,7 @@ def why_no_triton(device: torch.device, dtype: torch.dtype, size: int) -> str:
 def _why_unusable(device: torch.device) -> str:
     """Return the reason why the Triton kernel can't run on `device`; empty if it can.
 
-    Its import fails without triton, and in exported models, which have no copy of the kernel.
+    The import of the kernel fails without triton, and in exported models, which have no copy of the kernel.
     """
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernel needs a GPU of compute capability 8.0"
@@ -213,8 +213,8 @@ def elementwise_attention(
 ) -> Tensor:
     """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`.
 
-    A Triton kernel or tiles (`why_no_triton`) compute it. The factor 1 / sqrt(D) multiplies the scores, in fp32, as a
-    scaled q would be rounded once more, to `q.dtype`.
+    A Triton kernel or tiles (`why_no_triton`) compute it. The scores are multiplied by 1 / sqrt(D) in fp32: q times
+    this factor would be rounded once more, to `q.dtype`.
 
     Args:
         kind: the name of f in `SCORE_FUNCTIONS`.

@@ -1,8 +1,9 @@
 """This module calls fused kernels for CUDA GPUs that others maintain: PyTorch's FlexAttention, adasplash (entmax) and
 fla-core (stick-breaking).
 
-The first call for a normalizer's options and sizes on a device compares output and gradients with query blocks, on
-small sequences. Where the package is missing, an error arises or results differ, other routes take its place.
+The first call for a normalizer's options and sizes on a device compares the kernel's output and gradients with exact
+attention, on small sequences. If a package is missing, its kernel fails or its results differ, other routes
+(`lm.attention.routes`) compute the attention.
 """
 
 import math
@@ -90,8 +91,8 @@ def flex_softmax(
 ) -> Tensor:
     """Return softmax(s) v, (B, H, T, E) in the dtype of `v`, by FlexAttention.
 
-    s is scale x q.k, or what `score_map.map_scores` makes of it; scale is 1 / sqrt(D) if it is None. With `window` a
-    query sees that many latest keys alone.
+    The scores s are `scale` x q.k (None: 1 / sqrt(D)), which `score_map.map_scores` then changes if it is given. With
+    `window` a query sees only its latest `window` keys.
     """
     attend, _ = _flex_attention()
     score_mod = _make_score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None
@@ -102,7 +103,7 @@ def flex_softmax(
 
 @cache
 def _flex_attention() -> tuple[Callable, Callable]:
-    """Return FlexAttention, compiled, and the function that makes its masks."""
+    """Return two functions of PyTorch: FlexAttention, compiled, and the one that makes masks for it."""
     flex = import_module("torch.nn.attention.flex_attention")
     return torch.compile(flex.flex_attention), flex.create_block_mask
 
@@ -110,15 +111,16 @@ def _flex_attention() -> tuple[Callable, Callable]:
 _SCORE_MODS: dict[tuple[type, str], Callable] = {}
 
 
-def _make_score_mod(kind: type, options: str, score_map: nn.Module) -> Callable:
-    """Return `score_map` in the form that FlexAttention takes. All layers with these options share one function, as
-    each function is compiled.
+def _make_score_mod(map_class: type, options_text: str, score_map: nn.Module) -> Callable:
+    """Return the function by which FlexAttention changes scores: it computes `score_map.map_scores`. Each such function
+    is compiled, so layers share one if they agree in `map_class`, the class of `score_map`, and `options_text`, its
+    options.
     """
 
     def map_score(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score_map.map_scores(z, score_map.coefficients((query - key).clamp(min=0).float()))
 
-    return _SCORE_MODS.setdefault((kind, options), map_score)
+    return _SCORE_MODS.setdefault((map_class, options_text), map_score)
 
 
 def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> object:

@@ -1,5 +1,5 @@
-"""What compiled kernels need: the CPU's instruction sets, the C++ compiler, the cache folder, and the check of a
-kernel's results at its first use.
+"""This module has what compiled kernels need: the CPU's instruction sets, the C++ compiler, the cache folder, and the
+check of a kernel's results at its first use.
 """
 
 import hashlib
@@ -63,7 +63,8 @@ def output_and_gradients(route: Callable[..., Tensor], leaves: Sequence[Tensor],
 
 
 def kernel_problem(kernel: str, device: torch.device, cases: Callable[[], Iterator[tuple[str, Tensor, Tensor]]]) -> str:
-    """Return the reason why a kernel can't be used on a device, and warn of it; empty if it can.
+    """Return the reason why a kernel can't be used on a device, and give it as a warning; return an empty text if the
+    kernel can be used.
 
     `cases` yields a name, the kernel's result, and the result of a route that is known to be right. Both results must
     agree to 1/32 of the largest entry.

@@ -44,15 +44,15 @@ class AttentionLayout:
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """Cache of `attend_by_document`, which holds results of `_document_groups`, by the number of sequences in the
-        batch.
+        """Cache of the groups of documents that `attend_by_document` computes together, by the number of sequences in
+        the batch.
         """
         return {}
 
     @cached_property
     def block_masks(self) -> dict[int | None, object]:
-        """Cache of FlexAttention's masks (`lm.attention.gpu_kernels`), which holds those of packed documents, by
-        window.
+        """Cache of FlexAttention's masks of packed documents (`lm.attention.gpu_kernels`), by the window's number of
+        keys.
         """
         return {}
 
@@ -190,11 +190,11 @@ def attend_by_document(
 
 
 def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
-    """Group documents of similar size, for batches of `n_sequences` sequences. Returns the index (B T,) of each token
-    in the concatenated outputs of all groups, and the groups.
+    """Sort the documents of a batch of `n_sequences` sequences into groups of similar size, for `attend_by_document`.
 
-    A group is a pair: indices (N, P) of the tokens of its N documents, each padded to P tokens, and the layout of these
-    tokens.
+    Returns an index and the groups. A group of N documents, each padded to P tokens, is a pair: the indices (N, P) of
+    the tokens in the batch, and the layout of these tokens. The index (B T,) says where each token of the batch stands
+    in the concatenated outputs of all groups.
     """
     device = layout.positions.device
     positions = layout.positions.expand(n_sequences, -1).flatten().cpu()

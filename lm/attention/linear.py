@@ -27,7 +27,7 @@ class Linear(Options):
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
     findings = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
-    n_may_be_sum = True
+    accepts_sum = True
     sums_to_one = False
     features: Literal["elu", "relu", "identity"] = key(
         "elu", "phi: elu + 1, relu, or the identity (weights may then be negative)"
@@ -83,7 +83,7 @@ class LinearNormalizer(DividedNormalizer):
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """Return the products of query and key features, times g^t for keys t tokens back, (B, H, T, S). `normalize`
-        then divides them; `log_decay` is ln g.
+        then divides these scores; `log_decay` is ln g.
         """
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
@@ -101,7 +101,7 @@ class LinearNormalizer(DividedNormalizer):
         k, v = self.expand_kv_heads(k, v)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide_dtype), k.to(wide_dtype))
-        factor, width, dtype, n_queries = self.factor(layout), v.size(-1), v.dtype, q.size(2)
+        factor, width, dtype, n_queries = self.weight_factor(layout), v.size(-1), v.dtype, q.size(2)
         if n_queries < k.size(2):
             q = F.pad(q, (0, 0, k.size(2) - n_queries, 0))
         v = v.to(wide_dtype)

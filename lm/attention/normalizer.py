@@ -1,6 +1,6 @@
 """Base classes of normalizers, which turn attention scores into weights.
 
-Each class computes the same function in two ways. Its definition is `define_scores` and `normalize` on dense scores;
+Each class computes the same function in two ways. `define_scores` and `normalize` define the function on dense scores;
 `forward` is the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and values, T
 queries, S keys. D is the head size, E the width of the values, F a number of features, L the training length. Logits
 are z = q.k / sqrt(D).
@@ -26,7 +26,7 @@ FUSED_SOFTMAX = "fused softmax"
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A normalizer is made for a layer of these sizes."""
+    """The sizes of the attention layer that a normalizer is made for."""
 
     n_head: int  # heads H
     head_size: int  # dimensions D of each head's queries and keys
@@ -35,12 +35,11 @@ class LayerSpec:
 
 
 class Normalizer(torch.nn.Module, ABC):
-    """Base class of every normalizer. Each layer has an instance of its own, most of whose
-    parameters are per head.
+    """Base class of every normalizer. Each layer has its own instance. Most parameters have one value for each head.
 
     Args:
         options: the normalizer's options, of the class `schema`.
-        layer: the layer that the normalizer is made for.
+        layer: a `LayerSpec`, the sizes of the layer that the normalizer is made for. It is kept as `self.layer`.
     """
 
     schema: ClassVar[type[Options]]
@@ -99,7 +98,7 @@ class Normalizer(torch.nn.Module, ABC):
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Append the features of the layer's input x, and return q (B, H, T, D + F) and k (B, K, T, D + F H / K).
 
-        Each result has the wider dtype of its vectors and features, since sums over all tokens would accumulate the
+        Vectors and features are joined in the wider of their dtypes, since sums over all tokens would accumulate the
         rounding errors of narrower features.
         """
         query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
@@ -236,8 +235,8 @@ class Normalizer(torch.nn.Module, ABC):
         state).
 
         Args:
-            q, k, v: queries, keys and values of the new tokens; k and v are as for `expand_kv_heads`. q may hold only
-                the last of these tokens.
+            q, k, v: queries, keys and values of the new tokens; k and v have the shapes that `expand_kv_heads` takes. q
+                may hold only the last of these tokens.
             layout: the layout of the queries and all keys, made by `AttentionLayout.continuation`, then by
                 `queries_from` if q holds fewer tokens than k.
             state: the state that the previous call returned, None at first. By default it is all (keys, values); a
@@ -278,16 +277,18 @@ class SoftmaxNormalizer(Normalizer):
 
 
 class DividedNormalizer(Normalizer):
-    """Base of normalizers whose weights are f(score) divided by their sum over a query's keys, or times a factor.
+    """Base of normalizers whose weights are f(score) divided by the sum of f over a query's keys, or times a factor.
 
     The factor depends on n; the option `n: sum` divides by the sum.
     """
 
     def unnormalized_weights(self, scores: Tensor) -> Tensor:
-        """Return f(score), to be divided by their sum or multiplied by `factor`; by default the scores."""
+        """Return f(score), which `normalize` divides by the sum or multiplies by `weight_factor`; by default the
+        scores.
+        """
         return scores
 
-    def factor(self, layout: AttentionLayout) -> Tensor | None:
+    def weight_factor(self, layout: AttentionLayout) -> Tensor | None:
         """Return the factor of a query's weights, fp32, broadcastable to (B, H, T), by default 1 / n. None: divide
         weights by their sum.
         """
@@ -295,7 +296,9 @@ class DividedNormalizer(Normalizer):
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         unnormalized_weights = self.unnormalized_weights(scores).masked_fill(~layout.visible(), 0.0)
-        return routes.divide_rows(unnormalized_weights, unnormalized_weights.sum(-1, keepdim=True), self.factor(layout))
+        return routes.divide_rows(
+            unnormalized_weights, unnormalized_weights.sum(-1, keepdim=True), self.weight_factor(layout)
+        )
 
     def log_weight_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """Return ln of the sum of f(score) over the keys that each query sees."""

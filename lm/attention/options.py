@@ -42,8 +42,8 @@ class Options:
     source: ClassVar[str] = ""  # the paper or code that the function comes from
     findings: ClassVar[str] = ""  # published figures, with their source
     sums_to_one: ClassVar[bool] = True  # whether each row of weights sums to 1 for all values of the options
-    # whether the option `n` may be `sum`, which divides each row of weights by its sum
-    n_may_be_sum: ClassVar[bool] = False
+    # whether the option `n` accepts the value `sum`, which divides each row of weights by the row's sum
+    accepts_sum: ClassVar[bool] = False
     scales_with_q: ClassVar[bool] = True  # whether a factor on q is the same factor on the logits q.k
     # by option, the reason why a trained model can't change it
     fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INIT_REASON}
@@ -62,7 +62,7 @@ class Options:
         that contradict each other.
         """
         n = str(getattr(self, "n", "visible"))
-        if _ROW_LENGTH_PATTERN.fullmatch(n) or (self.n_may_be_sum and n == "sum"):
+        if _ROW_LENGTH_PATTERN.fullmatch(n) or (self.accepts_sum and n == "sum"):
             return []
         return [
             Problem(

@@ -1,5 +1,5 @@
-"""These normalizers change softmax by its own weights: an offset makes small weights 0, or a temperature follows the
-entropy.
+"""These normalizers compute softmax weights and then change them: an offset makes small weights 0, or a temperature
+depends on the weights' entropy.
 """
 
 import math

@@ -109,18 +109,20 @@ def fused_softmax(
 
 
 def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_parts: int = 3) -> tuple[Tensor, Tensor]:
-    """Append a few dimensions to q and k, so that each product q.k grows by the `bias` of the key; with `n_parts` 0,
-    only so that the bias gets its gradient where the kernel adds it.
+    """Append a few dimensions to q and k, so that each product q.k grows by the key's `bias`. With `n_parts` 0 the
+    products stay as they are, and the new dimensions only carry the bias's gradient, for a kernel that adds the bias
+    itself.
 
     q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D); bias: fp32, broadcastable to (B, H, S). In rows of
-    softmax a constant cancels, so the bias is counted from the middle query on, which keeps its rounding small. It is
-    the sum of three numbers that bf16 holds: its first bits, those of the rest, and what then remains. On a GPU the
-    head size becomes a multiple of 8, as kernels need.
+    softmax a constant cancels, so the bias is counted from the middle query on, which keeps its rounding small. The
+    bias is split into three bf16 numbers: its first bits, the first bits of the remainder, and the last remainder. On a
+    GPU the head size becomes a multiple of 8, as kernels need.
 
-    Gradients of q and k are rounded. If the bias is a sum over tokens, as in forgetting attention, its gradients are
-    summed over all tokens, and the rounding with them. So gradients flow through differences of value 0. They lead from
-    a key to the last key of its block, then over all blocks in between, then back to the query's own key. Their factors
-    are `small`, whose square is nothing beside a logit: so one dimension holds a difference in q and another one in k.
+    Gradients of q and k are rounded. If the bias is a sum over tokens, as in forgetting attention, its gradients and
+    their rounding errors are summed over all tokens. So gradients flow through differences of value 0. The differences
+    lead from a key to the last key of its block, then over all blocks in between, then back to the query's own key.
+    They are multiplied by `small`, whose square is nothing beside a logit: so one dimension can hold a difference in q
+    and another one in k.
     """
     n_keys, first, parts = k.size(2), k.size(2) - q.size(2), []
     rest = (bias - bias[..., (first + n_keys) // 2, None].detach()).expand(k.shape[:3])
@@ -328,7 +330,11 @@ class _QueryBlockAttention(torch.autograd.Function):
         ctx.module, ctx.layout = module, layout
         with without_autocast(inputs[0].device):
             return torch.cat(
-                [_attend(module, layout, block, *_select(block, *inputs)) for block in _blocks(*inputs[:2], layout)], 2
+                [
+                    _attend(module, layout, block, *_block_inputs(block, *inputs))
+                    for block in _blocks(*inputs[:2], layout)
+                ],
+                2,
             )
 
     @staticmethod
@@ -339,19 +345,23 @@ class _QueryBlockAttention(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         for block in _blocks(*inputs[:2], ctx.layout):
             leaves, block_grad = (
-                [x.detach().requires_grad_() for x in _select(block, *inputs)],
+                [x.detach().requires_grad_() for x in _block_inputs(block, *inputs)],
                 grad[:, :, slice(*block[:2])],
             )
             with torch.enable_grad(), without_autocast(grad.device):
                 output = _attend(ctx.module, ctx.layout, block, *leaves)
                 block_grads = torch.autograd.grad(output, leaves, block_grad, allow_unused=True, materialize_grads=True)
-            for total, value in zip(_select(block, *grads), block_grads, strict=True):
+            for total, value in zip(_block_inputs(block, *grads), block_grads, strict=True):
                 total += value
         return None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
 
 
-def _select(block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return the part of q, k and v that a block reads, and all parameters."""
+def _block_inputs(
+    block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the inputs of a block (first query, last query + 1, number of keys): its rows of q, k and v, then all
+    parameters.
+    """
     first_query, end, n_keys = block
     return q[:, :, first_query:end], k[:, :, :n_keys], v[:, :, :n_keys], *parameters
 

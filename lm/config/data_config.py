@@ -74,10 +74,11 @@ class MQAR(Task):
     A sequence ends with queries of two tokens, a key and its value. Keys and values of a sequence all differ, no key is
     asked for twice, and filler has symbols of its own. So a value occurs only in its pair and in its answer.
 
-    Training and test sequences have different lists of (key, value): the hash of a list decides in which of the two it
-    occurs. A single pair may occur in both. With `held_out: pairs` single pairs differ, too. Test sequences then have
-    the pairs whose key and value, each counted from 0, sum to a multiple of 8; training sequences have all others. A
-    model that has memorised the pairs of training is then wrong in test sequences more often than chance.
+    Training and test sequences have different lists of (key, value): the hash of a list decides whether the list is for
+    training or for test. A single pair may occur in both. With `held_out: pairs` single pairs differ, too. Test
+    sequences then have the pairs whose key and value, each counted from 0, sum to a multiple of 8; training sequences
+    have all others. A model that has memorised the pairs of training is then wrong in test sequences more often than
+    chance.
     """
 
     name: ClassVar[str] = "mqar"
@@ -137,8 +138,9 @@ class Needle(Task):
     The sequence ends with a question for each needle, each followed by its seven-digit number. Numbers and cities in a
     sequence all differ. A number occurs only in its needle and in its answer, as the same tokens.
 
-    Training and test sequences have different numbers: the hash of a number decides in which of the two it occurs.
-    Cities occur in both. Test sequences take their filler from held-out documents, training sequences from the others.
+    Training and test sequences have different numbers: the hash of a number decides whether the number is for training
+    or for test. Cities occur in both. Test sequences take their filler from held-out documents, training sequences from
+    the others.
     """
 
     name: ClassVar[str] = "needle"
@@ -479,7 +481,7 @@ class DataConfig:
     @property
     def text_weight(self) -> float:
         """Return the fraction of the training sequences that are plain text, without a task. It is 1 minus the sum of
-        the tasks' weights, or 0 if that is at most 1e-6.
+        the tasks' weights, or 0 if this difference is at most 1e-6.
         """
         fraction = 1 - sum(weighted.weight for weighted in self.tasks)
         return fraction if fraction > 1e-6 else 0.0

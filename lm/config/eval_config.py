@@ -147,9 +147,10 @@ class InferenceSetting:
         )
 
     def changed_normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """Return the model's normalizer options as this setting changes them, and the problems of these changes.
+        """Return the model's normalizer options with this setting's changes, and the problems of these changes.
 
-        A problem is also a YaRN temperature, which scales queries, on a normalizer whose scores don't scale with them.
+        YaRN's temperature multiplies queries, so it is a problem for a normalizer whose scores are not proportional to
+        the queries.
 
         path: the setting's path within the evaluation's block, such as `inference[0]`, for the problems.
         """
@@ -209,8 +210,8 @@ class Timing:
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Return whether the evaluation runs after optimizer step `step`, 1-based. It runs when each of the fractions
-        `at` of all steps is done.
+        """Return whether the evaluation runs after optimizer step `step`, 1-based. It runs when the fraction of steps
+        that are done reaches a number in `at`.
         """
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at}
 
@@ -371,7 +372,9 @@ class RecallConfig(InferenceKindConfig):
         return bool(self.length_factors and (data.tasks or self.tasks))
 
     def measured_tasks(self, data: DataConfig) -> list[Task]:
-        """Return the tasks that the evaluation measures: its own, or else those that the model is trained on."""
+        """Return the tasks that the evaluation measures: the tasks in its options, or else the tasks that the model is
+        trained on.
+        """
         return self.tasks or [weighted.task for weighted in data.tasks]
 
     def longest_length(self, data: DataConfig) -> int:
@@ -427,7 +430,7 @@ class NeedleConfig(InferenceKindConfig):
 
 @dataclass
 class DownstreamTasksConfig(EvaluationKindConfig):
-    """Options of downstream tasks. `eval` has them as keys of its own, without a block."""
+    """Options of downstream tasks. They are keys of `eval` itself, not of a nested block."""
 
     switch_key: ClassVar[str] = "tasks"
     tasks: list[str] = key([], "`eval.tasks`")

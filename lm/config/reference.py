@@ -131,8 +131,8 @@ def configuration_schema() -> JsonSchema:
 
 
 def _block_schema(schema: type, definitions: dict[str, JsonSchema]) -> JsonSchema:
-    """Return a reference to the JSON Schema of a block whose keys are the fields of `schema`, and add that to
-    `definitions`.
+    """Add the JSON Schema of a block, whose keys are the fields of `schema`, to `definitions`, and return a reference
+    to it.
     """
     title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"
     if title not in definitions:

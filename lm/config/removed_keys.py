@@ -86,7 +86,7 @@ def removed_defaults(block_path: str, variant: str, name: str) -> list[Plain]:
 
 
 def removed_name_advice(name: Plain) -> str:
-    """Return the end of an error message if `name` is one that earlier versions had; else an empty text."""
+    """Return advice for an error message if earlier versions had the choice `name`; else an empty text."""
     return "; earlier versions had it, see CHANGELOG.md" if name in REMOVED_NAMES else ""
 
 

@@ -85,8 +85,8 @@ class Muon(AdamW):
     momentum: float = key(0.95, "decay of the gradients' running mean, which is orthogonalised", ge=0, lt=1)
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
-        """Return the learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's
-        learning rate. Its steps are then of about AdamW's size (arXiv 2502.16982).
+        """Return the learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of the group's
+        learning rate. Muon's updates then have about the size of AdamW's updates (arXiv 2502.16982).
         """
         return 0.2 * math.sqrt(max(outputs, inputs))
 

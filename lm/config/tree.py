@@ -161,7 +161,9 @@ class Config:
         return replace(self, data=replace(self.data, seq_len=lengths[-1])) if lengths else self
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step`, 0-based, with the factor of its phase."""
+        """Return the learning rate of optimizer step `step`, 0-based, times the learning-rate factor of the step's
+        phase.
+        """
         return self.optim.lr_at(step, self.trainer.max_steps) * self.training_phases[self.phase_at(step)].lr_factor
 
 

@@ -41,7 +41,8 @@ def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assign_slots(weights: Sequence[float], seed_words: tuple[int, ...], slots: np.ndarray) -> np.ndarray:
-    """Assign `slots` (k,) of a run to streams (sources or tasks) at random, in proportion to the streams' weights.
+    """Assign slots of a run, by number (k,), to streams (sources or tasks) at random, in proportion to the streams'
+    weights.
 
     Returns int64 (2, k): each slot's stream index, and the slot's number (from 0) within this stream.
 
@@ -207,7 +208,7 @@ class TrainSequences:
     """Makes the global batch of every training step of a run.
 
     Args:
-        data: the options from which it takes the sources' weights, the tasks and the lengths of sequences.
+        data: the options that give the sources' weights, the tasks and the lengths of sequences.
         slots_per_step: slots of `seq_len` tokens in one optimizer step, over all processes.
 
     A step has the same text whatever its sequence length. No token is padding.

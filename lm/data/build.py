@@ -189,8 +189,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
 def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokenizer", progress: Progress) -> None:
     """Encode the documents of each shard that is not complete, and write their tokens to the folder `store`.
 
-    Some documents can't be decoded from their tokens. By `data.on_error` such a document becomes `OMITTED` in the scan,
-    or raises DataError.
+    A document may differ from its decoded tokens. If `data.on_error` is `fail`, it raises DataError; else it becomes
+    `OMITTED` in the scan.
     """
     is_stored = scan.assignment <= VAL
     n_bytes = np.where(is_stored, scan.n_bytes, 0)
@@ -251,7 +251,7 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str,
     """Write all files, except the manifest, of a store for tasks over symbols, which has no text. Return the folder of
     the files and the manifest's entries.
 
-    In these entries, `unigram_cross_entropy` is of the tasks' answers alone.
+    The entry `unigram_cross_entropy` is computed over the tasks' answers alone.
     """
     tasks, length = [weighted.task for weighted in data.tasks], data.seq_len
     for task in tasks:
@@ -357,8 +357,8 @@ def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
-    """Return the hashes of the documents to hold out: each source's smallest, until their documents have `fraction` of
-    the source's bytes.
+    """Return the hashes of the documents to hold out: the smallest hashes of each source, until their documents have
+    `fraction` of the source's bytes.
 
     No source contributes all its hashes. A document is large if it has more than half of a source's bytes and more than
     `fraction` of them; it stays in training. A source with a large document contributes no further hashes once their
@@ -384,10 +384,10 @@ def _read_documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document |
     """Yield (document, index of its source, whether the document is of the source's own validation split) for each
     document.
 
-    A blank document is None, and the error replaces an unreadable one. Each source is read in order, followed by its
-    validation split if it has one.
+    A blank document is yielded as None, an unreadable document as its error. Each source is read in order, followed by
+    its validation split if it has one.
 
-    folder: the folder of the files that keep what is streamed.
+    folder: where the documents of streamed sources are kept in files.
     """
     has_ids = [isinstance(weighted.source, TokenSource) for weighted in data.sources]
     vocabulary = Vocabulary(data.tokenizer) if any(has_ids) else None

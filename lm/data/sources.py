@@ -37,9 +37,10 @@ class SourceReader:
     options.
 
     `documents` yields (document, location) in a fixed order, blank documents included. A document is a text, or an
-    array of ids, (tokens,) uint32, for `TokenSource`. Its location is the file or dataset and the place in it. In place
-    of a file, document or row that can't be read, `documents` yields an `UnreadableError`. A file damaged part-way
-    yields the documents before the damage. For `TokenSource`, the second argument is the tokenizer's vocabulary.
+    array of ids, (tokens,) uint32, for `TokenSource`. A location is a text for messages: the file or dataset, and the
+    line or row. In place of a file, document or row that can't be read, `documents` yields an `UnreadableError`. A file
+    damaged part-way yields the documents before the damage. The second argument of `documents` is None, or for
+    `TokenSource` a `Vocabulary`, which checks the ids.
 
     All functions raise DataError with the file, dataset or row and the reason.
     """
@@ -126,8 +127,8 @@ def _package_documents(source: PackageSource, vocabulary: None) -> Documents:
 
 
 def _package_identity(source: PackageSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """Return the package's name, its version, and the sha256 of its documents. Raises DataError if they are not the
-    supported ones.
+    """Return the package's name, its version, and the sha256 of its documents. Raises DataError: the sha256 differs
+    from the one that lm expects for this package.
     """
     package = PACKAGES[source.package]
     digest = plain_sha256([[name, hashes.sha256(path)] for name, path in package.paths().items()])
@@ -176,7 +177,7 @@ def _hub_held_out(source: HubSource) -> HubSource | None:
 
 def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return the source's options, with the sha256 of each file of a local folder. For a hub dataset without a pinned
-    commit, they contain the dataset's hash, which `datasets` computes.
+    commit, the options are followed by the dataset's hash, which `datasets` computes.
     """
     option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in option_names}

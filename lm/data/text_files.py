@@ -165,7 +165,7 @@ def files_identity(source: FileSource, root: Path, hashes: FileHashes) -> dict[s
     """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect
     reading.
 
-    A file that can't be read has the sha256 "unreadable". By `data.on_error`, reading it later is an error or not.
+    A file that can't be read has the sha256 "unreadable"; `data.on_error` decides later whether this is an error.
     """
     files = []
     for path in source_files(source):

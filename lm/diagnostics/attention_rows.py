@@ -31,7 +31,7 @@ MIN_KEYS = 32
 
 
 class Moments(NamedTuple):
-    """For each query, these are the moments of its scores over the keys that it sees."""
+    """For each query, these are the moments of the query's scores over the keys that the query sees."""
 
     mean: Tensor  # beta
     std: Tensor  # gamma, the root of the mean squared deviation (over n keys, not n - 1)
@@ -119,7 +119,7 @@ class AttentionRows:
 
     @cached_property
     def abs_sum(self) -> Tensor:
-        """Sum of |weights| of each row, (H, T); NaN where the sum is 0, so that quotients by it are undefined."""
+        """Sum of |weights| of each row, (H, T); NaN where the sum is 0: a value divided by the sum is then NaN, too."""
         total = self.magnitudes.sum(-1)
         return total.masked_fill(total == 0, math.nan)
 
@@ -237,17 +237,17 @@ class Statistic:
 
 @dataclass(frozen=True)
 class QuerySums:
-    """For each head, sums over defined rows of a sequence (`AttentionRows.is_defined`), such as sums of weights by key
-    position.
+    """A statistic of each head, computed from sums over the defined rows of a sequence (`AttentionRows.is_defined`),
+    such as sums of weights by key position.
 
-    There are two numbers for each of the L tokens of the sequence, from which `head_values` computes a number for each
-    head.
+    `sum_rows` returns two sums for each of the L tokens of a sequence, and `reduce_sums` turns them into a number for
+    each head.
     """
 
     name: str  # as in `Statistic`
-    sums: Callable[[AttentionRows, int], Tensor]  # rows, L -> (H, 2 L)
+    sum_rows: Callable[[AttentionRows, int], Tensor]  # rows, L -> (H, 2 L)
     # sums of each sequence (N, layers, H, 2 L) float64 -> a number for each head (layers, H), NaN where not defined
-    head_values: Callable[[np.ndarray], np.ndarray]
+    reduce_sums: Callable[[np.ndarray], np.ndarray]
     unit: str = ""  # as in `Statistic`
     in_reports: bool = True  # as in `Statistic`
 
@@ -321,14 +321,14 @@ class AttentionMeasurement:
             if (value := statistic.measure(rows)) is not None:
                 row_values[index, layer][:, row_indices] = value.float().where(is_defined, torch.nan).cpu()
         for index, statistic in enumerate(self.query_sums):
-            sums[index, layer] += statistic.sums(rows, self.length).float().cpu()
+            sums[index, layer] += statistic.sum_rows(rows, self.length).float().cpu()
 
     def split_vectors(self, vectors: np.ndarray) -> MeasuredValues:
         """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
         rows, sums = np.split(vectors, [math.prod(self.rows_shape)], axis=1)
         n, *by_query = np.moveaxis(rows.reshape(len(vectors), *self.rows_shape), 1, 0)
         by_sums = np.moveaxis(sums.reshape(len(vectors), *self.sums_shape).astype("f8"), 1, 0)
-        by_head = {each.name: each.head_values(total) for each, total in zip(self.query_sums, by_sums, strict=True)}
+        by_head = {each.name: each.reduce_sums(total) for each, total in zip(self.query_sums, by_sums, strict=True)}
         return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], by_query, strict=True)), by_head)
 
 

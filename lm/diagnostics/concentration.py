@@ -53,7 +53,7 @@ def keys_with_most_weight(rows: AttentionRows) -> Tensor:
 
 
 def log_weight_sum(rows: AttentionRows) -> Tensor | None:
-    """Return ln Z of each row (`Normalizer.log_weight_sum`). Z is its sum of unnormalized weights: of e^score for
+    """Return ln Z of each row (`Normalizer.log_weight_sum`). Z is the row's sum of unnormalized weights: of e^score for
     softmax, of relu(score)^2 for relu2.
 
     Su's argument about dividing by n (kexue.fm 9019) depends on p in Z ~ n^p: dividing by Z is dividing by n only if p

@@ -75,7 +75,7 @@ def lemma_1_applies(rows: AttentionRows) -> bool:
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Return whether the last query's scores change if as many tokens are put before the sequence as it has."""
+    """Return whether the last query's scores change if the sequence follows as many other tokens as it has itself."""
     x, q, k, _ = rows.inputs
     length = x.size(1)
     layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
@@ -169,7 +169,8 @@ class RandomKeyBounds(NamedTuple):
     """Theorem 1 gives these bounds on the expected d~ of N random keys, (H, T) each; NaN where a query sees too few
     keys.
 
-    In the formulas n is the number of visible keys, c = N / (n - 1), and x- is the sum of a_j x_j over all of them.
+    In the formulas n is the number of visible keys, c = N / (n - 1), and x- is the sum of a_j x_j over the visible
+    keys.
     """
 
     lower: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|: norms of means

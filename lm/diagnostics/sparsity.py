@@ -52,7 +52,7 @@ def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
 def exp_sparsity(std: Tensor) -> Tensor:
     """Return the sparsity S = exp(-std^2 / 2) of weights e^score, whatever the scores' mean.
 
-    It holds for n keys if std < sqrt(ln n / 2) (`is_condensed`).
+    The formula holds for n keys if std < sqrt(ln n / 2) (`is_condensed`).
     """
     return (-std.square() / 2).exp()
 
@@ -123,8 +123,8 @@ def _ratio_cdf_density(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Standardise each query's weights (..., S) to mean 0 and standard deviation 1. Returns them, and a mask of the
-    weights that count, both (..., S).
+    """Standardise each query's weights (..., S) to mean 0 and standard deviation 1. Returns the standardised weights,
+    and a mask of the weights that count, both (..., S).
 
     Keys that a query does not see do not count, nor does a query whose weights are all equal, or not finite.
     """
@@ -174,14 +174,14 @@ def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callabl
     count.
     """
 
-    def sums(rows: AttentionRows, length: int) -> Tensor:
+    def sum_rows(rows: AttentionRows, length: int) -> Tensor:
         """Return `group_sums` of these rows, as `position_sums` describes them."""
         mask = rows.layout.positions.flatten() >= first_position(length)
         values, is_counted = standardised_weights(rows.weights[:, mask], rows.visible[mask])
         groups = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[mask]
         return group_sums(values, is_counted, groups, length)
 
-    return sums
+    return sum_rows
 
 
 # queries in the second half of the sequence; for the last query distance and key position are the same
@@ -228,8 +228,8 @@ def closed_form_sparsity(rows: AttentionRows) -> Tensor | None:
 
 
 def is_condensed(rows: AttentionRows) -> Tensor | None:
-    """Return 1 for queries whose scores have a standard deviation std above sqrt(ln n / 2), else 0, (H, T). There the
-    sparsity S of weights e^score leaves `exp_sparsity`.
+    """Return 1 for queries whose scores have a standard deviation std above sqrt(ln n / 2), else 0, (H, T). For these
+    queries the sparsity S of weights e^score is larger than `exp_sparsity`.
 
     It is None for other weights. E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is 2 std
     standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std
@@ -262,7 +262,7 @@ def sparsity_statistics() -> Statistics:
     ]
     condensation = Statistic("queries beyond condensation", "fraction", is_condensed)
     explained_variance = [
-        QuerySums(f"variance explained by {source}", sums, variance_explained)
-        for source, sums in VARIANCE_SOURCES.items()
+        QuerySums(f"variance explained by {source}", sum_rows, variance_explained)
+        for source, sum_rows in VARIANCE_SOURCES.items()
     ]
     return [*by_row, condensation, *(statistic.without_first_token for statistic in by_row), *explained_variance]

@@ -166,7 +166,9 @@ class DecodingCache:
     states: dict[nn.Module, object] = field(default_factory=dict)  # state of each layer, by its attention module
 
     def fork(self) -> DecodingCache:
-        """Return an independent copy. It shares tensors, as layers replace the state of a cache and change none."""
+        """Return an independent copy of the cache. Both caches hold the same tensors at first: layers replace a cache's
+        tensors, and never change them.
+        """
         return replace(self, states={**self.states})
 
 

@@ -86,7 +86,8 @@ class Decoder(nn.Module):
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def _initial_std(self, name: str, parameter: Tensor) -> float | None:
-        """Return the standard deviation of a parameter's initial values; None: they are not drawn, such as gains.
+        """Return the standard deviation of a parameter's initial values; None for a parameter that is not drawn at
+        random, such as a gain.
 
         In normalizers only matrices named `hidden.weight` are drawn, with 1 / sqrt(inputs). Projections into the
         residual stream have init_std / sqrt(2 n_layer) or 0 (`out_init`). Gates of few inputs start at 0.

@@ -69,8 +69,8 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def count_gpus(config: Config) -> int:
-    """Return the number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks the GPU or
-    devices that it asks for.
+    """Return the number of GPUs that a run takes, 0 on the CPU. Raises ConfigError: the machine lacks the GPUs that the
+    configuration asks for.
     """
     accelerator, devices = config.trainer.accelerator, config.trainer.devices
     n_gpus = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
@@ -94,7 +94,7 @@ def resolve_device(config: Config) -> tuple[str, str]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far, in bytes: that of tensors on a GPU, or of the whole process on the CPU."""
+    """Return the peak memory so far, in bytes: memory of tensors on a GPU, or of the whole process on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 

@@ -133,8 +133,7 @@ def flops_per_token(decoder: Decoder) -> int:
 def count_steps(config: Config, vocab_size: int) -> int:
     """Return the optimizer steps of a run, as many as `tokens_per_parameter` requires, rounded up.
 
-    All parameters but those of normalizers are counted, so that models that differ in the normalizer alone train
-    equally long.
+    The normalizers' parameters are not counted, so that models that differ in the normalizer alone train equally long.
     """
     with torch.device("meta"):
         counts = count_parameters(Decoder(config.model_in_phase(0), vocab_size, config.data.seq_len, seed=None))

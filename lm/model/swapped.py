@@ -49,8 +49,8 @@ def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
 
 @torch.no_grad()
 def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
-    """Return the factor c in the scores c q.k / sqrt(D) of a document's last token, (lengths, layers, H) on the CPU,
-    for documents of each length.
+    """Return the factor c in the scores c q.k / sqrt(D) of a document's last token, for documents of each length:
+    (lengths, layers, H) on the CPU.
 
     Each of H heads has queries q and keys k of size D. The factor is NaN in layers whose scores are no multiple of q.k
     / sqrt(D) (`Normalizer.scale_by_position`).
@@ -68,8 +68,8 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
 
 
 def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
-    """Return those of `settings` whose normalizer options this decoder's normalizer has. Other settings may be for
-    another training phase.
+    """Return the settings of which this decoder's normalizer has all changed options. Other settings may be for another
+    training phase.
 
     For a decoder that takes no inference settings, only the setting it was trained with is returned.
     """
@@ -86,7 +86,8 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     is as trained.
 
     The copy is in the same mode (training or evaluation). Raises ConfigError: `setting` changes an option that no
-    normalizer has or that training fixed. So does YaRN's temperature, if a layer's scores don't scale with q.
+    normalizer has, or one that can't change after training; or it has YaRN's temperature, and some layer's scores
+    aren't proportional to q.
     """
     if setting == InferenceSetting():
         return decoder
