@@ -75,8 +75,8 @@ def load_metadata(path: Path) -> dict[str, Plain]:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the content of a checkpoint file without a check by the manifest. Raises RunError: it is no checkpoint of
-    this version.
+    """Return the content of a checkpoint file without a check by the manifest. Raises RunError: the file is missing or
+    unreadable, or no checkpoint of this version of lm.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

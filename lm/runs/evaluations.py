@@ -1,5 +1,5 @@
-"""An evaluation of a run is a frame of measured values by unit, with facts about it, and a file in the run folder. A
-metric says what the values are.
+"""An evaluation of a run is a data frame of measured values with facts about the measurement, stored in the run folder.
+A row belongs to one unit (a sequence or a question). A `Metric` describes the values.
 
 A file `KIND.step-N.csv` has the facts in its first line, as JSON after `# `, and then a table with the columns
 `COLUMNS`.
@@ -35,7 +35,7 @@ Better = Literal["lower", "higher", "none"]  # which direction is better; none: 
 
 @dataclass(frozen=True)
 class Axis:
-    """A metric is measured along an axis, such as positions or sequence lengths."""
+    """An axis describes the quantity that a metric is a function of, such as the position in the sequence."""
 
     name: str  # such as `position in the sequence`
     unit: str  # unit of its values; pictures mark the training length on axes of `tokens`
@@ -45,8 +45,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric has a name, in which words in braces, such as {LENGTH}, stand for what differs between its curves.
-    `fill_name` puts a value in their place.
+    """A metric describes what is measured: name, unit, better direction, and how reports show it.
+
+    Words in braces in the name, such as {LENGTH}, are placeholders. `fill_name` puts values in their place.
     """
 
     name: str = ""  # in metrics.jsonl; empty: training does not log it
@@ -72,7 +73,7 @@ class Metric:
 
     @property
     def pattern(self) -> str:
-        """Return the metric's name with words in capitals, without braces, for what differs."""
+        """Return the metric's name with its placeholders, words in capitals, without their braces."""
         return re.sub("[{}]", "", self.name)
 
     @property
@@ -83,18 +84,18 @@ class Metric:
         return bool(self.units)
 
     def fill_name(self, **words: object) -> "Metric":
-        """Return the metric with the values of `words` in place of the words in braces in its name; other words
-        stay.
+        """Return the metric with the placeholders in its name replaced by the values that `words` has for them; other
+        placeholders stay.
         """
         name = re.sub(r"\{(\w+)\}", lambda word: str(words.get(word[1], word[0])), self.name)
         return replace(self, name=name.strip())
 
     def logs(self, name: str) -> bool:
-        """Return whether training logs the metric, and logs it as `name`."""
+        """Return whether training logs the metric under the name `name`."""
         return bool(self.name) and self.matches(name)
 
     def matches(self, name: str) -> bool:
-        """Return whether `name` is the metric's name with any text in place of words in braces."""
+        """Return whether `name` is the metric's name with any text in place of its placeholders."""
         pattern = re.sub(r"\\ \\{SETTING\\}$", r"(\ .+)?", re.escape(self.name))  # left out where there is one setting
         return re.fullmatch(re.sub(r"\\{\w+\\}", ".+", pattern), name) is not None
 
@@ -131,13 +132,13 @@ CURVE_COLUMNS = ["evaluation", "about", "task", "setting"]  # equal in the rows 
 
 
 def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
-    """Return the rows of evaluations as one frame, with the Metric as the category `about` and with columns for the
-    `FACT_COLUMNS` about each evaluation.
+    """Return the rows of evaluations as one frame. The column `about` holds each row's Metric, as a category; the
+    `FACT_COLUMNS` hold facts about each evaluation.
 
-    More columns are `evaluation`, its number, and the metric's `quantity`, `title`, `unit`, `better` and `control`.
-    `subject` is the task, with the options that tell it from others of its name. `logged` says whether training logs
-    the mean at the row's point. `shape` is `number` without an axis, `bins` if points are ranges of the axis, else
-    `points`.
+    More columns are `evaluation`, the index in `evaluations`, and the metric's `quantity`, `title`, `unit`, `better`
+    and `control`. `subject` is the task, with its options where another task has the same name. `logged` says whether
+    training logs the mean at the row's point. `shape` is `number` without an axis, `bins` if points are ranges of the
+    axis, else `points`.
     """
     rows = join_rows([evaluation.frame for evaluation in evaluations])
     rows = rows.astype({name: object for name, kind in COLUMNS.items() if kind is object})
@@ -167,12 +168,12 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
 
 
 def point_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean over units (sequences or questions) at each x of a frame's curves: a point, a bin or a place."""
+    """Return the mean over units (sequences or questions) for each curve and each x, a point or the start of a range."""
     return mean(rows, [*CURVE_COLUMNS, "x", "until"], rows["weight"])
 
 
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean of each curve over all its bins, and the mean at each point of curves without bins."""
+    """Return the mean of each curve over all its ranges (bins), and the mean at each point of curves without bins."""
     means = point_means(rows)
     widths, is_bin = (means["until"] - means["x"]).fillna(1.0), means["shape"] == "bins"
     return mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE_COLUMNS, "x"], widths)
@@ -195,8 +196,8 @@ UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # the name of the level if it is an upper
 
 
 def chance_level(metric: Metric) -> tuple[str, float]:
-    """Return the name and value of a metric's level for a model that has learned nothing; ("", NaN) if none is
-    known.
+    """Return the name and value of the reference level that a model without training reaches, such as chance; ("", NaN)
+    if the metric has none.
     """
     name, level = next(iter(metric.references), ("", math.nan))
     return (name, level) if name.startswith(("chance", UNIGRAM)) else ("", math.nan)
@@ -237,7 +238,8 @@ def measuring_code(package: Path = Path(__file__).parent.parent) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """An evaluation holds the results of one kind of evaluation on one checkpoint: a frame, and facts about it."""
+    """An evaluation holds what one kind of evaluation, such as validation, measured on one checkpoint: a frame, and
+    facts about the measurement."""
 
     kind: str
     step: int
@@ -267,7 +269,8 @@ class Evaluation:
 
     @classmethod
     def parse(cls, content: bytes) -> "Evaluation":
-        """Return the evaluation whose `content()` is `content`. Raises ValueError: another version of lm wrote it."""
+        """Return the evaluation that a file with this content describes. Raises ValueError: another version of lm wrote
+        it."""
         head, _, table = content.decode().partition("\n")
         try:
             facts = json.loads(head.removeprefix("# "))

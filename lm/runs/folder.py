@@ -118,8 +118,8 @@ DIVERGED = "diverged"  # key of the last line of a run that stopped at values th
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A curve is a metric, such as the training loss, at each logged step, as a function of the tokens seen. It is NaN
-    where a value is not finite.
+    """A curve holds the values of a metric, such as the training loss, at all logged steps, by the number of tokens
+    seen. Values that are not finite are NaN.
     """
 
     tokens: np.ndarray  # (points,) tokens seen so far
@@ -142,8 +142,8 @@ def truncate_metrics(run: Path, step: int) -> None:
 
 
 def log_entry(run: Path, step: int) -> Entry:
-    """Return the manifest's entry of a run's metrics.jsonl as it is now. Its `bytes` is the present size, as later
-    lines are appended (`check_log`).
+    """Return the manifest's entry for a run's metrics.jsonl as the file is now. `bytes` in the entry is the present
+    size of the file, as later lines are appended to it (`check_log`).
 
     The log is first synced to disk, so that a power cut can't lose lines that a checkpoint counts.
     """

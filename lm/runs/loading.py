@@ -97,7 +97,7 @@ def _model_keys(out: Path, spec: ModelSpec, has_tokenizer: bool) -> dict[str, Pl
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model was read from files, and has its tokenizer, configuration and metadata with it."""
+    """A loaded model is a decoder that was read from files, with its tokenizer, configuration and metadata."""
 
     decoder: Decoder  # the model in evaluation mode, on the CPU
     spec: ModelSpec  # its description; `spec.model` is its configuration in the phase of training that it has reached
@@ -183,7 +183,8 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
 
 
 def _load_model(path: Path) -> LoadedModel:
-    """Load the model of a model folder. Raises RunError: its format is another, or a file was altered."""
+    """Load the model of a model folder. Raises RunError: the folder has a format that this version can't read, or a
+    file was altered."""
     description = {"origin": {}, **read_description(path)}
     version = description.get("format")
     if version == FORMAT_WITHOUT_MANIFEST:

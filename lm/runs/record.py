@@ -50,8 +50,8 @@ def run_starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
-    """Return a run's value of setting `name`; None if it is not recorded. If its starts differ in the value, it is a
-    text such as `32, from step 500 bf16-mixed`.
+    """Return a run's value of setting `name`; None if it is not recorded. If the starts of the run differ in the value,
+    the result is a text such as `32, from step 500 bf16-mixed`.
     """
     recorded_values = [(start["step"], start[name]) for start in run_starts(environment) if start.get(name) is not None]
     changes = [next(equal_values) for _, equal_values in groupby(recorded_values, key=itemgetter(1))]
@@ -105,7 +105,7 @@ RunStatus = Literal["unfinished", "finished", "diverged"]
 
 
 def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> str:
-    """Return a text that says how a run diverged; it is empty if the run didn't.
+    """Return a text that says how a run diverged; it is empty if the run didn't diverge.
 
     A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its
     final loss is above the unigram cross-entropy, and its training loss ended more than `MIN_LOSS_RISE` above its
@@ -134,8 +134,8 @@ def tokens_before(environment: Mapping[str, Plain]) -> int:
 
 
 def loss_above_unigram(validation: Evaluation | None) -> str:
-    """Return a text that says that the final validation loss exceeds the unigram cross-entropy. It is empty if the loss
-    does not, or if a value is not known.
+    """Return a text that says that the final validation loss exceeds the unigram cross-entropy. The text is empty if
+    the loss is not above the unigram cross-entropy, or if one of the two is not known.
     """
     loss, level = _loss_and_unigram(validation) if validation else (0.0, math.inf)
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
@@ -164,14 +164,14 @@ class RunRecord:
 
     @cached_property
     def final_evaluations(self) -> list[Evaluation]:
-        """Return the evaluations of the run's last step; an empty list before the run has come to it."""
+        """Return the evaluations of the run's last step; an empty list before the run has reached this step."""
         steps = flatten(self.config).get("trainer.max_steps")
         last_step = steps if isinstance(steps, int) else 0
         return [evaluation for evaluation in self.evaluations if evaluation.step >= last_step]
 
     @cached_property
     def divergence(self) -> str:
-        """Return a text that says how the run diverged; it is empty if the run didn't."""
+        """Return a text that says how the run diverged; it is empty if the run didn't diverge."""
         validations = (each for each in self.final_evaluations if (each.frame["metric"] == LOSS).any())
         return divergence(self.log_lines, next(validations, None))
 
@@ -236,7 +236,7 @@ class RunRecord:
 
     def setting(self, name: str) -> Plain:
         """Return the value of setting `name`, such as `precision`; None if it is not recorded. If resumptions changed
-        it, a text has all values.
+        the setting, the value is a text that lists all values.
         """
         return start_setting(self.environment, name)
 

@@ -1,5 +1,5 @@
-"""A run that resumes or branches from a checkpoint may differ from it in some settings only. This module finds the
-differences that are forbidden.
+"""A run that resumes or branches from a checkpoint may differ only in some settings from the run that saved the
+checkpoint. This module finds the differences that are forbidden.
 """
 
 from pathlib import Path
@@ -14,7 +14,8 @@ from lm.plain import Plain, to_plain
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
-    """Return the configuration that the model at `path` was trained with. Raises RunError: it can't be read."""
+    """Return the configuration that the model at `path` was trained with. Raises RunError: the configuration can't be
+    read."""
     try:
         return parse_config(drop_removed_keys(parse_yaml(metadata["config"], "it")))
     except ConfigError as error:

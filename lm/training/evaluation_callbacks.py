@@ -1,4 +1,4 @@
-"""Callbacks evaluate the model in training, one for each kind of evaluation."""
+"""These callbacks evaluate the model during training; each makes one kind of evaluation, such as validation."""
 
 import math
 import time
@@ -87,8 +87,8 @@ class Validation(EvaluationCallback):
     kind, precedes_checkpoint = "validation", True
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
-        """Measure and return the validation loss. Record the step as the best if its `selection_loss` is the lowest so
-        far on the same sequences.
+        """Measure the validation loss and return the result; None if measuring failed. Record this step as the best one
+        if its `selection_loss` is the lowest so far on the same sequences.
         """
         if result := super().measure(trainer, module, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result)
@@ -100,8 +100,8 @@ class Validation(EvaluationCallback):
 
 
 class CallbackMetrics(EvaluationCallback):
-    """This callback records what users' callbacks gave to `self.log`, at the last step, so that it can decide an
-    experiment.
+    """At the last step, this callback records the metrics that users' callbacks gave to `self.log`, so that one of them
+    can be an experiment's `primary.metric`.
     """
 
     kind, precedes_checkpoint = "callbacks", True
@@ -110,15 +110,16 @@ class CallbackMetrics(EvaluationCallback):
         super().__init__(run, CallbackMeasurement(run.config, run.store))
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
-        """Record these metrics if it is the last step. Raises RunError: one of them has a name of lm's own, before it
-        is logged.
+        """Record the metrics of users' callbacks at the last step. Raises RunError, at any step: one of these metrics
+        has a name that lm itself uses.
         """
         if taken := [name for name in trainer.callback_metrics if is_lm_metric_name(name)]:
             raise RunError(f"trainer.callbacks: self.log('{taken[0]}'): is a name of lm's own; choose another")
         super().on_step(trainer, module, step)
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
-        """Record the values that were logged last, if there are any."""
+        """Record the values that users' callbacks logged last, and return them as an evaluation. Return None if nothing
+        was logged, or recording failed."""
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.measurement.values = values
         return super().measure(trainer, module, decoder) if values else None
@@ -163,7 +164,7 @@ class DownstreamTasks(EvaluationCallback):
 
 
 class Diagnostics(EvaluationCallback):
-    """This callback measures the concentration of attention and other properties of it (`eval.diagnostics`)."""
+    """This callback measures the concentration and other statistics of attention weights (`eval.diagnostics`)."""
 
     kind = "diagnostics"
 

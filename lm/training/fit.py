@@ -67,7 +67,8 @@ def fit(
         content: the content of `checkpoint`.
         source: the model that `init_from` names, for a new run.
 
-    `lm.training.starting.check_before_data` has checked that the weights of either fit.
+    `lm.training.starting.check_before_data` has checked that the weights of `content` or `source` fit the configured
+    model.
 
     Raises LMError: the run can't start or continue; most checks come before anything is written.
     """
@@ -216,8 +217,8 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
 
 
 def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
-    """Return Lightning's cluster environment of a launcher, which tells each process its rank and the others. Without
-    it Lightning would guess.
+    """Return the Lightning plugin that reads this process's rank and the number of processes from the environment
+    variables of `launcher`. Without a plugin Lightning would guess the launcher.
     """
     environments = L.fabric.plugins.environments
     if launcher == "srun":
@@ -227,7 +228,7 @@ def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
 
 def final_divergence(folder: Path, step: int) -> str:
     """Return a text that says how a run that ended at `step` diverged (`lm.runs.record.divergence`); it is empty if the
-    run didn't.
+    run didn't diverge.
     """
     path = evaluation_path(folder, VALIDATION, step)
     validation = load_evaluation(path) if path.exists() else None

@@ -32,8 +32,8 @@ def this_process(config: Config) -> Process:
     variables of its allocation. `lm.training.fit` passes the launcher on to Lightning, so that Lightning doesn't guess
     it.
 
-    Raises ConfigError: the number of processes differs from the configuration's, or variables of a launcher are
-    missing, or left over from another.
+    Raises ConfigError: the number of processes differs from the configuration's, or variables of the launcher are
+    missing, or variables of another launcher are left over.
     """
     devices, num_nodes, n_processes = config.trainer.devices, config.trainer.num_nodes, config.world_size
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -27,10 +27,10 @@ WANDB_FACTS += ("versions", "device", "precision", "compile")
 
 
 class RunLogger(Logger):
-    """A run logger is Lightning's Logger with lm's count of steps. Among several base classes it comes first.
+    """A run logger is Lightning's Logger with lm's count of steps. It comes first among several base classes.
 
-    Step N is the state after N optimizer steps. Lightning, which logs what a callback gives to `self.log`, counts the
-    steps before instead, and adds an epoch.
+    Step N is the state after N optimizer steps. When a callback calls `self.log`, Lightning gives the number of steps
+    before this one instead, and adds the epoch.
     """
 
     batch_tokens: int = 0  # tokens in a step
@@ -81,8 +81,8 @@ class MetricsFile(RunLogger):
 
 
 class FailsafeLogger(RunLogger):
-    """A failsafe logger is a Logger, the next base class, whose errors don't end the run. After an error it gets no
-    more metrics.
+    """A failsafe logger is a base class that comes before a Logger, whose errors then don't end the run. After an error
+    the Logger gets no more metrics.
     """
 
     label: str  # the log's name for the user
@@ -107,11 +107,11 @@ class FailsafeLogger(RunLogger):
         self.attempt(super(RunLogger, self).log_metrics, numbers, step)
 
     def save(self) -> None:
-        """Save the log; an error ends the log alone."""
+        """Save the log; an error ends this log, but not the run."""
         self.attempt(super().save)
 
     def finalize(self, status: str) -> None:
-        """End a phase of training in the log; an error ends the log alone."""
+        """Tell the Logger that a phase of training has ended; an error ends this log, but not the run."""
         self.attempt(super().finalize, status)
 
 

@@ -55,7 +55,8 @@ class LanguageModel(L.LightningModule):
         """Return no callbacks. Unblock stop signals, which this process blocked while Lightning started other
         processes.
 
-        This is the first hook after that start, and the next step may wait long for the other processes.
+        Lightning calls no earlier hook after starting the processes, and the hook after this one may wait long for
+        them.
         """
         unblock_stop_signals()
         return []
@@ -73,8 +74,8 @@ class LanguageModel(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the step's
-        mean loss over tokens.
+        """Return the loss (nats, scalar) of a micro-batch, scaled so that the gradient accumulated in a step is the
+        gradient of the step's mean loss over tokens.
         """
         loss = self.decoder.loss(batch)
         self.sequence_length = batch.tokens.size(1)

@@ -38,7 +38,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have
     AdamW's state.
 
-    Arguments are those of every builder in `BUILDERS`; Muon's options include AdamW's.
+    Arguments are the same as for every builder in `BUILDERS`; Muon's options include AdamW's.
     """
 
     def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
@@ -207,7 +207,7 @@ OPTIMIZER_STATES = "optimizer_states"
 def name_state(optimizer: torch.optim.Optimizer) -> None:
     """Make `state_dict` and `load_state_dict` of an optimizer refer to parameters by name, not by number.
 
-    A parameter that a loaded state lacks starts without state. Options stay those of the optimizer.
+    A parameter that a loaded state lacks starts without state. Loading leaves the optimizer's options unchanged.
     """
     optimizer.register_state_dict_post_hook(lambda _, content: {**content, "state": named_state(optimizer)})
     optimizer.register_load_state_dict_pre_hook(_numbered_state)
@@ -238,7 +238,7 @@ def _numbered_state(optimizer: torch.optim.Optimizer, content: dict[str, object]
 
 
 def state_after_swap(state: OptimizerState) -> OptimizerState:
-    """Return the optimizer state that is kept after a swap: all entries but those of the normalizers' parameters, which
-    are new.
+    """Return the optimizer state that is kept after a swap: all entries except entries for the normalizers' parameters,
+    as these parameters are new.
     """
     return {name: entry for name, entry in state.items() if not is_normalizer_parameter(name)}

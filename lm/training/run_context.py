@@ -1,5 +1,5 @@
-"""A run context holds what the parts of a run share: configuration, data, machine, loggers, progress, clock and the
-request to stop.
+"""A run context holds the objects that all phases of a run share: configuration, data, machine, loggers, progress,
+clock and the request to stop.
 """
 
 import os
@@ -37,11 +37,12 @@ class Clock:
 
 
 class StopRequest:
-    """A stop request records the first of `STOP_SIGNALS` that asks this process to end its run.
+    """A stop request records the last of `STOP_SIGNALS` that asked this process to end its run.
 
-    It is a context manager around all phases of a run. A repeated signal ends the process at once, except SIGHUP, which
-    a closed terminal sends more than once. A second signal of another number is only recorded, as a parent that ends
-    after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
+    It is a context manager around all phases of a run. A signal that comes a second time ends the process at once,
+    except SIGHUP, which a closed terminal sends more than once. A first signal of another number is only recorded, as a
+    parent that ends after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup)
+    ignores it.
     """
 
     def __init__(self) -> None:
@@ -64,16 +65,18 @@ class StopRequest:
         unblock_stop_signals()
 
     def listen(self) -> None:
-        """Set this object's handlers of the signals, also where another handler has taken their place."""
+        """Install this object's signal handlers, also where other code has replaced them."""
         for number in self._old_handlers:
             signal.signal(number, self._next_handler(number) if number == self.signal else self._record_signal)
 
     def _next_handler(self, number: int) -> signal.Handlers:
-        """Return what handles a signal after the first one of its number."""
+        """Return the handler for a signal that was received before: SIGHUP is ignored; for any other signal, the
+        system's default, which ends the process."""
         return signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal, and let the next one of its number end the process."""
+        """Record a signal. Its repetition then ends the process, but a repeated SIGHUP is ignored. After SIGHUP, output
+        to a closed terminal is discarded."""
         self.signal = number
         signal.signal(number, self._next_handler(number))
         if number == signal.SIGHUP:  # writing to a closed terminal would raise an error
@@ -87,8 +90,8 @@ class StoppableDDP(L.pytorch.strategies.DDPStrategy):
     """This strategy is Lightning's DDP, except that the stop request handles SIGTERM from the first barrier of a phase
     on.
 
-    Lightning sets a handler of its own right before this barrier. That handler waits for the other ranks. If they get
-    the signal at another moment, it would wait for ever.
+    Lightning sets a handler of its own right before this barrier. That handler waits for the other ranks. If the other
+    ranks got the signal at another moment, that handler would wait for ever.
     """
 
     def __init__(self, stop: StopRequest):
@@ -119,7 +122,7 @@ class RunContext:
 
     @cached_property
     def config_yaml(self) -> str:
-        """Return the configuration as in config.yaml. It is made once, as that takes longer than saving a small
+        """Return the text of config.yaml. It is made once and kept, as making it takes longer than saving a small
         model.
         """
         return to_yaml(replace(self.config, resume=""))

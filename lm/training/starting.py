@@ -93,8 +93,8 @@ def check_before_data(
 
 
 def _valueless_decoder(config: Config, phase: int) -> Decoder:
-    """Return the decoder of a phase without values, on the meta device. Its vocabulary has size 1, as the size is not
-    known before the data are.
+    """Return the decoder of a phase without values, on the meta device. Its vocabulary has size 1, as the true size is
+    not known before the data are prepared.
     """
     with torch.device("meta"):
         return Decoder(config.model_in_phase(phase), 1, config.data.seq_len, seed=None)
@@ -164,8 +164,8 @@ class BestStep:
 
 @dataclass
 class RunState:
-    """The run state is kept as metadata of checkpoints, besides weights and optimizer. It is equal on all ranks, except
-    time.
+    """The run state is stored as metadata in checkpoints, beside weights and optimizer state. It is equal on all ranks,
+    except `elapsed_s`.
     """
 
     best: BestStep | None = None  # the lowest validation so far
@@ -185,7 +185,7 @@ class RunState:
         return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 
     def count_step(self, nll: float, targets: int) -> None:
-        """Add a step to the sums since the last logged line. `nll` is the sum over its targets (nats)."""
+        """Add a step to the sums since the last logged line. `nll` is the sum of losses over the step's targets (nats)."""
         self.nll_since_line += nll
         self.targets_since_line += targets
 
@@ -197,8 +197,8 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """A phase start is all from which the training of a phase begins. A phase is a part of a run with its own
-    normalizers, positions and sequence length.
+    """A phase start holds everything from which the training of a phase begins. A phase is a stretch of steps of a run
+    that has its own normalizers, positions and sequence length.
     """
 
     step: int  # optimizer steps done
@@ -223,9 +223,9 @@ def start_new_run(
     notes to print.
 
     The facts have one entry, `started_from`, with `path`, `step`, `tokens` and `normalizer` of the source model, and
-    `weights`, 12 digits of its weights' sha256. It also has `arm` and `seeds` of the run that trained the model
-    (`lm.runs.record`); if no run did, `arm` is `weights`, and `seeds` is empty. `tokens_before` is the number of tokens
-    on which the initial weights of that run were trained, if any.
+    `weights`, 12 digits of its weights' sha256. The entry also has `arm` and `seeds` of the run that trained the model
+    (`lm.runs.record`). If no run trained it, `arm` is `weights`, and `seeds` is empty. If the initial weights of that
+    run were trained, too, `tokens_before` is the number of tokens of that earlier training.
 
     source: the model that `init_from` names; its decoder is moved to the meta device to free memory.
 
@@ -318,15 +318,15 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 def resume_or_branch(
     config: Config, store: Store, content: dict[str, object], path: Path
 ) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """Return the start of a run from a checkpoint, facts for environment.json on the run that saved it, and notes to
-    print. `check_before_data` has compared the configurations.
+    """Return the start of a run from a checkpoint, facts for environment.json on the run that saved the checkpoint, and
+    notes to print. `check_before_data` has compared the configurations.
 
     content, path: content and path of the checkpoint.
 
     Raises:
-        ConfigError: the data or a plugin's code differ from those of the checkpoint.
-        RunError: the checkpoint holds weights alone, or weights that aren't finite; the log was altered, or
-            environment.json is missing.
+        ConfigError: the data or a plugin's code differ from what the checkpoint was trained with. RunError: the
+            checkpoint holds weights alone, or weights that aren't finite; the log was altered, or environment.json is
+            missing.
     """
     metadata, run = content["lm"], path.resolve().parent.parent
     if saved_state(content) is None:

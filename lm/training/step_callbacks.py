@@ -55,7 +55,7 @@ class Metrics(StepCallback):
     """This callback logs metrics every `log.every` steps, and at the first and last step.
 
     Each line has the mean loss since the last line, the step's gradient norm and learning rate, and tokens per second.
-    It also has peak memory and the normalizers' parameters.
+    The line also has peak memory and the normalizers' parameters.
     """
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -129,13 +129,13 @@ class ProgressBar(StepCallback):
 
 
 class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
-    """This plug-in of Lightning writes a checkpoint to a temporary file in the same folder, syncs it and renames it,
-    and reads it verified.
+    """This plug-in of Lightning writes a checkpoint to a temporary file in the same folder, syncs the file and renames
+    it. Checkpoints are verified when they are read.
 
     Lightning's own plug-in writes through $TMPDIR, so that a process that dies may leave a truncated file.
 
-    content: the verified content of the checkpoint from which training continues; its file is not read again, as it may
-    be replaced meanwhile. None: `load_checkpoint` reads the file.
+    content: the verified content of the checkpoint from which training continues; its file is not read again, as the
+    file may be replaced meanwhile. None: `load_checkpoint` reads the file.
     """
 
     def __init__(self, content: dict[str, object] | None = None):
@@ -143,8 +143,8 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
         self.failure: RunError | None = None  # of the last save: a callback's state can't be read back, or no space
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write a checkpoint. An error is kept in `failure`, as other ranks would wait for a rank that raises it
-        here.
+        """Write a checkpoint. An error is stored in `failure` and not raised, as the other ranks would wait for a rank
+        that raised an error here.
         """
         self.failure = None
         try:
@@ -168,8 +168,8 @@ class Checkpoints(StepCallback):
     """This callback saves `step-N.ckpt` every `checkpoint_every` steps, at each best validation so far, and when a
     phase or training ends.
 
-    It is no subclass of Lightning's Checkpoint, which Lightning would call last. It comes before evaluations that take
-    long, so that a kill meanwhile loses no step.
+    The class does not inherit from Lightning's Checkpoint, which Lightning would call last. Checkpoints are saved
+    before long evaluations, so that a kill during an evaluation loses no step.
     """
 
     def __init__(self, run: RunContext):
@@ -190,7 +190,7 @@ class Checkpoints(StepCallback):
         return step % self.config.checkpoint_every == 0 or step == self.config.trainer.max_steps
 
     def on_train_end(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Save a checkpoint of the last step if it has none yet, for example because a signal stopped training."""
+        """Save a checkpoint of the last step if this step has none yet, for example because a signal stopped training."""
         if trainer.global_step != self.saved_step:
             self.save(trainer, module)
 
@@ -215,8 +215,8 @@ class Checkpoints(StepCallback):
         self.run.clock.exclude_since(begin)
 
     def prune(self, best: BestStep | None) -> None:
-        """Delete each `step-N.ckpt` but the newest, the best, the last regular ones (`is_regular`), and those of phase
-        ends.
+        """Delete all checkpoints `step-N.ckpt` except the newest, the best, the last regular ones (`is_regular`), and
+        checkpoints at the ends of phases.
         """
         steps = [checkpoint_step(path) for path in checkpoint_paths(self.folder)]
         regular_steps = [step for step in steps if self.is_regular(step)][-self.config.trainer.keep_checkpoints :]

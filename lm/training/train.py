@@ -124,8 +124,8 @@ def refuse_moved_run(config: Config, files: list[str]) -> None:
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
-    """Make the run folder, and return whether it was absent or empty. Raises RunError: its content is refused, or it
-    can't be made.
+    """Make the run folder, and return whether it was absent or empty. Raises RunError: the folder holds a run although
+    `resume` is false, or something else than a run, or can't be made.
 
     resume: whether the folder may already hold a run.
     """

@@ -14,7 +14,7 @@ def make_user_objects(key: str, entries: list[str | dict], base: type, mixin: ty
         base: the class of which each must be a subclass.
         mixin: a class put before each class, as its first base class.
 
-    Raises ConfigError: a class can't be imported or made, or is of another kind.
+    Raises ConfigError: a class can't be imported or made, or is no subclass of `base`.
     """
     instances = []
     for index, entry in enumerate(entries):

@@ -24,8 +24,9 @@ WANDB_SECONDS = 60.0
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     """Return the mode of wandb: online, offline or disabled. It is disabled if `log.to` lacks wandb.
 
-    `log.wandb: auto` means the mode in WANDB_MODE. If this is unset, it means online with credentials. Without
-    credentials it means offline, but disabled for runs of an experiment, which has many runs and a report of its own.
+    `log.wandb: auto` means the mode in WANDB_MODE. If WANDB_MODE is unset, `auto` means online if there are
+    credentials, else offline. For runs of an experiment it then means disabled in place of offline, as an experiment
+    has many runs and a report of its own.
     """
     if "wandb" not in log.to:
         return "disabled"
@@ -46,7 +47,7 @@ def _netrc_has_key() -> bool:
 
 
 def start_wandb_run(mode: str, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run":
-    """Start and return a wandb run in `mode`, online or offline, with `tags` and those of WANDB_TAGS.
+    """Start and return a wandb run in `mode`, online or offline, with `tags` and the tags in WANDB_TAGS.
 
     wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails, a note is printed, and
     the run is logged offline.
