@@ -360,7 +360,8 @@ class NeedleMeasurement(AnswerMeasurement):
             yield rows_by_length(task_metric, self.lengths, points, task=name, setting=setting)
 
     def _scored_trials(self, task: Needle, decoder: Decoder, length: int, device: Device) -> UnitValues:
-        """Return the scores (questions, metrics) of the questions of a task at a length, and the questions as units."""
+        """Return the scores (questions, metrics) of a task's questions in sequences of `length` tokens, and a frame
+        with one row for each question (`_trial_units`)."""
         questions = needle_trials(task, length, self.eval_config.trials, self.haystack)
 
         def measure(indices: list[int]) -> Tensor:

@@ -95,8 +95,8 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
 class Diagnostics(Measurement):
     """Diagnostics measure statistics of attention weights by layer, head and number of visible keys, in fp32.
 
-    They measure the trained model and the untrained one of its configuration and seed, under each inference setting. A
-    result that holds for the untrained model, too, says nothing about training.
+    They measure the trained model, and the untrained model of the same configuration and seed, under each inference
+    setting. A result that holds for the untrained model, too, says nothing about training.
     """
 
     kind, measures_in_fp32 = KIND, True
@@ -176,7 +176,8 @@ def _statistic_rows(
     train_length: int,
     n_queries: int,
 ) -> Iterator[pd.DataFrame]:
-    """Yield rows of a statistic of several models on the same sequences; none if it is nowhere defined.
+    """Yield rows of a statistic of several models on the same sequences; no rows if the statistic is defined for no
+    query.
 
     The overall mean is over queries, heads and layers, with an interval over documents if each query has a value. A fit
     of statistic ~ n^b, n the number of visible keys, gives the exponent b. Curves are means by n. By layer and head

@@ -169,7 +169,8 @@ def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
 
 
 def _lm_eval_results(adapter: "HFLM", name: str, manager: "TaskManager", limit: int | None) -> dict[str, Plain] | None:
-    """Return lm-eval's results for a task or group, with those of each document; None on all ranks but the first.
+    """Return lm-eval's results for a task or group, with the results for each document; None on all ranks but the
+    first.
 
     Raises RunError: a task or its data is wrong; the message says how, in one line.
     """

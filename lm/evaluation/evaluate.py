@@ -52,8 +52,8 @@ def evaluate_runs(
         normalizer: the normalizer of models `hf:FOLDER`, which run in transformers.
         length: training length, in tokens, of models `hf:FOLDER`; None: as their configuration says.
 
-    Raises LMError: a source is no run or has no such checkpoint, its data are not those of training, or a package is
-    missing.
+    Raises LMError: a source is no run or has no such checkpoint, its data differ from the training data, or a package
+    is missing.
     """
     changes = command_overrides(command, [*overrides])
     # paths of configurations, and of models, each once
@@ -99,8 +99,8 @@ def command_config(changes: dict[str, Plain], config: Config, command: Literal["
 
 
 def measurement_config(model: LoadedModel, files: Sequence[Path]) -> Config:
-    """Return the configuration by which a model is measured: its run's, or that of the text in `files` if it has no run
-    folder.
+    """Return the configuration by which a model is measured: the configuration of its run or, for a model without a run
+    folder, one with the text in `files`.
 
     Raises RunError: a run is to be measured on another text, or a model has neither a run nor a text.
     """
@@ -137,9 +137,9 @@ def evaluate_model(
 def open_store(model: LoadedModel, config: Config, files: Sequence[Path]) -> tuple[LoadedModel, Store]:
     """Return the model and the token store to measure it on.
 
-    The store is the one of its training, found by its fingerprint, or rebuilt from the sources if it is gone. With
-    `files` the store is that of `config` (from `text_config`), and the model is returned as one that was trained for 0
-    steps on it.
+    The store is the one that the model was trained on: it is found by its fingerprint, or rebuilt from the sources if
+    its files are gone. With `files`, the store holds the text of `config` (from `text_config`), and the returned model
+    counts as trained for 0 steps on this text.
 
     Raises RunError: no store has these tokens, and the sources are gone or give other tokens. Raises other LMErrors:
     the text can't be prepared, or is shorter than the model's training sequences.
@@ -171,7 +171,8 @@ def open_store(model: LoadedModel, config: Config, files: Sequence[Path]) -> tup
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
     """Return the device to measure on, and set torch's number of CPU threads.
 
-    The precision is the one that `config` sets, else that of training, read from `environment` (environment.json).
+    The precision is the one that `config` sets, else the precision of training, read from `environment`
+    (environment.json).
     """
     # one device, however many the run was trained on
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))
@@ -184,9 +185,9 @@ def open_device(config: Config, environment: dict[str, Plain]) -> Device:
 def text_config(model: LoadedModel, files: Sequence[Path]) -> Config:
     """Return a configuration with the model's shape, tokenizer and training length, and with the text of `files`.
 
-    Seed, `eval` and the keys of `trainer` that `lm eval` reads are those of `files`, or defaults without any; tasks are
-    left out. The configuration is not checked against the model's limits, such as learned positions. Overrides may
-    still change it, and `parse_config` then checks the result.
+    Seed, `eval` and the keys of `trainer` that `lm eval` reads have their values in `files`, or defaults without
+    `files`; tasks are left out. The configuration is not checked against the model's limits, such as learned positions.
+    Overrides may still change it, and `parse_config` then checks the result.
 
     Raises ConfigError: a configuration is wrong or has no text. Raises RunError: the model has no tokenizer.
     """

@@ -1,5 +1,5 @@
-"""Define what all kinds of evaluation, such as validation or recall, share, and the held-out sequences that they
-measure.
+"""Define the base class of all kinds of evaluation, such as validation or recall, and the held-out sequences on which
+they measure a model.
 """
 
 import hashlib
@@ -151,7 +151,7 @@ def rows(
 ) -> pd.DataFrame:
     """Return rows of a frame with the columns `COLUMNS`, one row for each unit and each point of the metric's axis.
 
-    The task, the setting, the metric's quantity and a length x replace the words in braces in the metric's name.
+    The task, the setting, the metric's quantity and a length x fill the placeholders in the metric's name.
 
     Args:
         values: (units, points), or (points,) if only means are known.
@@ -200,8 +200,8 @@ class Measurement(ABC):
 
     @classmethod
     def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
-        """Return the values, for a run of `config`, of the words in braces in names of metrics, such as {"LENGTH":
-        [256, 512]}.
+        """Return the values that placeholders in names of metrics have in a run of `config`, such as {"LENGTH": [256,
+        512]}.
         """
         return {}
 
@@ -234,9 +234,10 @@ class Measurement(ABC):
 
     @property
     def options(self) -> dict[str, Plain]:
-        """Return what else decides the result, {name: value}, beside the keys of `eval`, weights, precision and data.
+        """Return further values that decide the result, {name: value}, beside the keys of `eval`, weights, precision
+        and data.
 
-        The result's file records it.
+        The file of the result records these values.
         """
         data = self.config.data
         sha256: list[Plain] = [sequences.sha256 for sequences in self.held_out]
@@ -277,7 +278,7 @@ class Measurement(ABC):
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int) -> Evaluation:
         """Measure a decoder that was trained for `step` steps on `tokens_seen` tokens, and return the result. All ranks
-        call it.
+        must call this method.
         """
         facts = self.facts(weights_sha256(decoder.state_dict()), device)
         frame = join_rows(self.measure(decoder, device))

@@ -44,7 +44,7 @@ def validation_sequences(store: Store, config: Config) -> HeldOutSequences:
 def evenly_spaced_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOutSequences:
     """Return up to `limit` sequences of `length` tokens, evenly spaced over the held-out text.
 
-    A token sees other documents only if it does so in training.
+    A token sees other documents only if tokens also see them in training.
     """
     return HeldOutSequences.from_store(
         store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate"
@@ -338,7 +338,7 @@ class OtherTexts(Measurement):
 class LongContext(Measurement):
     """This evaluation measures the loss by position in sequences longer than in training, under each inference setting.
 
-    Its plot is that of arXiv 2501.19399, Fig. 5.
+    A report plots the result like Fig. 5 of arXiv 2501.19399.
     """
 
     kind = "long_context"
@@ -372,7 +372,8 @@ class LossByLength(Measurement):
     """This evaluation measures the loss of the same held-out tokens, cut into sequences of each of
     `eval.by_length.lengths`.
 
-    So only the context differs. A unit is a stretch of text of the longest length, with one mean loss for each length.
+    So only the tokens' context differs between lengths. A unit is a stretch of text of the longest length, with one
+    mean loss for each length.
     """
 
     kind, has_fixed_lengths = "by_length", True

@@ -1,6 +1,7 @@
 """`lm compare`: open or start experiments, print their plans, train their runs, and judge them.
 
-An experiment's folder holds what its first start settled for all runs, and what was planned before a final run.
+An experiment's folder records the settings that its first start fixed for all runs, and the plan from before the first
+final run (a run that is judged).
 """
 
 import json
@@ -72,7 +73,7 @@ def compare_experiments(
         plan_only: print the plans alone.
         report_only: print no plans and train nothing, but judge the runs that exist.
 
-    Raises LMError: runs failed, or those that exist can't be judged.
+    Raises LMError: runs failed, or the existing runs can't be judged.
     """
     failure_words = []
     for experiment in experiments:
@@ -178,7 +179,7 @@ def open_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
 def start(experiment: Experiment, jobs: int = 1) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share.
 
-    Raises LMError: as `open_experiment`; or the text can't be prepared, or is not that of the first runs.
+    Raises LMError: as for `open_experiment`; or the text can't be prepared, or differs from the text of the first runs.
     """
     store = prepare(experiment.first_config.data, progress=True)
     procedure = open_experiment(experiment, jobs)  # the vocabulary is known now
@@ -217,7 +218,8 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
 
 
 def _first_start_record(experiment: Experiment) -> dict[str, Plain]:
-    """Return what the first start recorded in RESOLVED_FILE; {} before it. Raises RunError: the file was altered."""
+    """Return what the experiment's first start recorded in RESOLVED_FILE; {} before the first start. Raises RunError:
+    the file was altered."""
     folder, advice = experiment.folder, "bring it back: it holds what was planned before the first run"
     return json.loads(read_file(folder, RESOLVED_FILE, advice)) if (folder / RESOLVED_FILE).exists() else {}
 
@@ -266,11 +268,11 @@ def _describe_changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[s
 
 
 def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None:
-    """Compare the present plan with the `recorded` one. Set the notes on what was changed since, and the arms whose
-    verdicts are exploratory for that. Before a final run was measured, the plan may change.
+    """Compare the present plan with the `recorded` one. In `procedure`, set notes on the changes, and the arms whose
+    verdicts the changes make exploratory. Before a final run was measured, the plan may change.
 
-    A change of an arm concerns its own verdict and those of arms that start from its weights. All other changes, and
-    those of the baseline, concern all verdicts; changes of tuning are noted alone.
+    A change of an arm concerns the verdicts on this arm and on arms that start from its weights. Changes of the
+    baseline and all other changes concern all verdicts. Changes of tuning are noted, but make no verdict exploratory.
     """
     experiment, plan, present = procedure.experiment, recorded.get(PLAN), present_plan(procedure.experiment)
     if plan == present or not is_measured(experiment):

@@ -180,8 +180,8 @@ class Experiment:
         return next(iter(rates), None)
 
     def example_config(self, size: str, arm: Arm) -> Config:
-        """Return a configuration of an arm for checks and counts before runs are known. It is of a run named `any`, of
-        the first seed, at the rate `any_rate`. Raises ConfigError: it is wrong."""
+        """Return a configuration of an arm for checks and counts before runs are known. The run is named `any` and has
+        the first seed and the rate `any_rate`. Raises ConfigError: the configuration is wrong."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def plain_config(
@@ -193,8 +193,9 @@ class Experiment:
         return reduce(merge, (self.base, self.sizes[size], arm.changes, tuned, {"seed": seed}, changes))
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """Build the configuration of one run; the arguments are those of `plain_config`. Runs that differ only in
-        `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
+        """Build the configuration of one run; arguments are as for `plain_config`. Runs that differ only in
+        `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError: the
+        configuration is wrong."""
         plain = resolve_interpolations(self.plain_config(size, arm, seed, rate, changes))
         own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
@@ -208,7 +209,7 @@ class Experiment:
     ) -> Config:
         """Return the configuration of a run, with its name, which ends in a hash, and the weights that it starts from.
 
-        source: the configuration of the run whose weights these are; None: random weights.
+        source: the configuration of the run from whose weights the new run starts; None: random weights.
         """
         folder, start = self.folder / size, dict[str, str]()
         config = self.config(size, arm, seed, rate, {"runs": str(folder), "name": "run"})
@@ -248,7 +249,7 @@ class Experiment:
 
     def measurement_config(self, config: Config) -> Config:
         """Return `config` with the entries of `self.evaluate` laid over it, to measure a run after training. Raises
-        ConfigError."""
+        ConfigError: the result is wrong."""
         return parse_config(merge(to_plain(config), self.evaluate)) if self.evaluate else config
 
     @cached_property
@@ -263,7 +264,8 @@ class Experiment:
 
     def due_evaluations(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
         """Return how a run of an arm is measured: the kinds of evaluation that are due at its end, without validation;
-        the options that `evaluate` asks for, by kind; and its own options."""
+        the options that the experiment's `evaluate` asks for, by kind; and the options in the run's configuration, by
+        kind."""
         (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kinds
         steps = config.trainer.max_steps
         due_kinds = [kind for kind in wanted_kinds if not arm.trained or kinds[kind].is_due(steps, steps)]
@@ -286,7 +288,7 @@ def config_hash(config: Config) -> str:
 
 def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     """Return the dotted keys that decide what a run learns and how it is measured. Null values are left out; keys that
-    left since 0.11.0 have their defaults."""
+    were removed since 0.11.0 have their defaults."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
     keys = flatten(plain).items()
     present = {path: value for path, value in keys if value is not None and key_effect(path).affects in areas}
@@ -357,7 +359,8 @@ class _ArmKeys:
 
 
 def read_experiments(arguments: list[str]) -> list[Experiment]:
-    """Read the experiments whose files `arguments` name, each with the overrides among them. Raises LMError."""
+    """Read the experiments whose files `arguments` name, each with the overrides among them. Raises LMError: a file
+    can't be read or is wrong."""
     overrides = [*filter(presets.is_override, arguments)]
     files = [text for text in arguments if text not in overrides]
     if not files:
@@ -433,7 +436,7 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
 
 def _parse_arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
     """Read an arm's block, and take the keys of `_ArmKeys` and `from` out of it. `earlier` are the arms before it.
-    Problems are added to `problems`; those of `swap` itself are found where the configuration is parsed."""
+    Problems are added to `problems`; problems inside `swap` are found later, when the configuration is parsed."""
     path, source = f"arms.{name}", block.pop("from", None)
     start = build_block(
         _ArmKeys, {key: block.pop(key) for key in ("swap", "train", "step") if key in block}, path, problems
@@ -573,7 +576,7 @@ def _measured_sequences(experiment: Experiment, config: Config) -> dict[str, Pla
 
 
 def _kept_steps(config: Config) -> list[int]:
-    """Return the steps of which a run keeps checkpoints."""
+    """Return the steps whose checkpoints a run keeps."""
     last = config.trainer.max_steps
     regular = [step for step in range(1, last + 1) if step % config.checkpoint_every == 0 or step == last]
     return sorted({*regular[-config.trainer.keep_checkpoints :], *config.phase_ends[:-1]})

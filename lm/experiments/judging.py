@@ -260,7 +260,7 @@ class Judgement:
         }
 
     def _document_estimate(self, *sides: np.ndarray) -> Estimate | None:
-        """Return the estimate over seeds and documents of paired runs (rates, seeds); None if units are not of
+        """Return the estimate over seeds and documents of paired runs (rates, seeds); None if units don't belong to
         documents."""
         rows, (values, weights, groups) = self.units[sides[0][0, 0]], self.unit_columns.values()
         if pd.isna(groups[rows.start]):
@@ -272,8 +272,8 @@ class Judgement:
 
     @cached_property
     def _bounds(self) -> tuple[float, float] | None:
-        """Return the bounds of differences, or of an arm's values where runs are unpaired. A metric of which more is
-        better and whose values all lie within 0 and 1 is an accuracy; other metrics have no bounds."""
+        """Return the bounds of differences, or of an arm's values where runs are unpaired. A metric counts as an
+        accuracy if higher is better and all values lie within 0 and 1; other metrics have no bounds (None)."""
         finite = self.runs["value"][np.isfinite(self.runs["value"])]
         if self.primary.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
             return None
@@ -358,7 +358,7 @@ class Judgement:
 
 
 def _incomplete_words(ended: int, planned: int) -> Obstacle:
-    """Return the obstacle `incomplete` of an arm of which only some seeds have ended."""
+    """Return the obstacle `incomplete` to a verdict on an arm of which `ended` of `planned` seeds have ended."""
     progress = f"{ended} of {planned} seeds have ended"
     return "incomplete", progress, progress
 
@@ -422,8 +422,8 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
 
 
 def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title: str) -> None:
-    """Print the entries of a judgement as a table of numbers, and below the table each verdict with its
-    reason. Of more than MAX_PRINTED entries the first are printed.
+    """Print the entries of a judgement as a table of numbers, and below the table each verdict with its reason. Only
+    the first MAX_PRINTED entries are printed.
     """
     omission = (
         f"printed: the first {MAX_PRINTED:,} of {len(entries):,} lines; lm judge --json and verdicts.json hold all"
@@ -484,7 +484,7 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
 
 
 def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
-    """Put the noise of runs into sentences. `noise`: that of `measure_noise`; its key `of` names the runs."""
+    """Put the noise of runs into sentences. `noise`: the result of `measure_noise`; the key `of` names the runs."""
     paired = noise["paired_differences"]
     yield f"{noise['of']}: {noise['runs']} runs"
     yield f"single runs scatter by {_spread_words(noise['single_runs'])}"
@@ -501,7 +501,7 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
 
 def experiment_noise(judgement: Judgement) -> str:
     """Return a sentence on how an experiment's final runs scatter, each arm at its judged rate; empty while no arm has
-    two."""
+    two such runs."""
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
     values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
     index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm")) if size_arms else None
@@ -515,7 +515,8 @@ def experiment_noise(judgement: Judgement) -> str:
 
 def _pooled_spread(squares: float, degrees: int, largest: float) -> list[float] | None:
     """Return a standard deviation, from a sum of squares with `degrees` of freedom, and the ends of its 95 % interval.
-    It is 0 up to 1e-9 times the `largest` value, which is rounding. None without degrees."""
+    A standard deviation of at most 1e-9 times the `largest` value is rounding, and returned as 0. None if `degrees` is
+    0."""
     if not degrees:
         return None
     squares *= math.sqrt(squares / degrees) > 1e-9 * largest

@@ -1,5 +1,5 @@
-"""The loop that trains the runs of an experiment, in processes on the slots of this machine, or in jobs that submitit
-sends to a scheduler.
+"""This module trains the runs of an experiment in a loop: in processes on this machine, or in jobs that submitit sends
+to a scheduler.
 
 A run takes one process after another, one for each of its `lm` commands. When `lm compare` ends, the processes of this
 machine save a checkpoint and end; a scheduler's jobs go on.
@@ -422,7 +422,8 @@ class ExperimentTrainer:
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
-        """Yield the next runs that have not failed. None of them, nor its source, trains in `running_folders`."""
+        """Yield the next runs that can start: they have not failed, and neither they nor the runs whose weights they
+        start from are training in `running_folders`."""
         for run in next_runs(self.procedure.known_runs()):
             folder, source = run.config.run_folder, run.source
             if {folder, source and source.config.run_folder} & (running_folders | self.failed.keys()):

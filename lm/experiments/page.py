@@ -174,12 +174,12 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
 
 
 def _prefix(size: str) -> str:
-    """Return the beginning of files' names, such as `small-`."""
+    """Return `SIZE-`, to be put before a file's name; empty if the experiment has no named sizes."""
     return f"{size}-" if size else ""
 
 
 def _suffix(size: str) -> str:
-    """Return words after a title, such as `, small`."""
+    """Return `, SIZE`, to be put after a title; empty if the experiment has no named sizes."""
     return f", {size}" if size else ""
 
 
@@ -227,8 +227,7 @@ def answers(judgement: Judgement) -> list[Answer]:
 
 
 def _family_words(experiment: Experiment) -> str:
-    """Return name the test that compares arms, and the comparisons for whose number p values and intervals are
-    adjusted."""
+    """Name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
     test = "Student t intervals of paired differences over seeds"
     coverage = ": all intervals hold together with 95%, and each word follows from its interval"
@@ -269,8 +268,8 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
     """Return the trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with
     each doubling of non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that
-    the arm and the baseline have finished in every size count. Intervals are not adjusted for their number. Empty with
-    one size."""
+    the arm and the baseline have finished in every size count. Intervals are not adjusted for their number. The list is
+    empty if there is one size."""
     (baseline, *arms), sizes = (arm.name for arm in procedure.experiment.arms), list(procedure.experiment.sizes)
     if len(sizes) < 2:
         return []

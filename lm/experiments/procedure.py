@@ -111,7 +111,7 @@ class Procedure:
         self._choices: dict[str, RateChoice] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
-        """Return the run of an arm at a rate. `rates`: the rates of the arms that it starts from, by arm."""
+        """Return the run of an arm at a rate. `rates`: the rates of the arms from whose weights it starts, by arm."""
         experiment = self.experiment
         source = self.run(size, self._arms[arm.source], stage, rates[arm.source], seed, rates) if arm.source else None
         run_key = size, arm.name, stage, rate, seed, source and source.config.name
@@ -228,10 +228,10 @@ class Procedure:
         return False
 
     def tuning_runs(self, size: str) -> pd.DataFrame:
-        """Return the tuning runs of a size, or those that the tuning table lists, in rows of `tuning.csv`.
+        """Return the tuning runs of a size, or the runs that the tuning table lists, as the rows of `tuning.csv`.
 
         Columns are size, arm, key and rate, seed, and the means of SELECTION and of the primary metric on the data that
-        choose rates: infinite if the run diverged, missing if it has not ended or does not say.
+        choose rates: infinite if the run diverged, missing if the run has not ended or did not measure them.
         """
         experiment, metrics = self.experiment, dict.fromkeys((SELECTION, self.experiment.primary.metric))
         names = {arm.name: place for place, arm in enumerate(experiment.arms)}
@@ -421,7 +421,7 @@ def tuned_rates(
 
 
 def rate_choice(costs: Mapping[str, Costs], rates: Iterable[Rate] | None = None) -> dict[str, Rate]:
-    """Return each arm's rate of lowest mean cost in `rates` (None: all). An arm gets none if its best rate is at the
+    """Return each arm's rate of lowest mean cost in `rates` (None: all). An arm gets no rate if its best rate is at the
     grid's edge or has a diverged run."""
     chosen = {}
     for arm, by_rate in costs.items():
@@ -448,8 +448,8 @@ def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate,
 
 
 def best_rate(by_rate: Costs, rates: Iterable[Rate]) -> Rate:
-    """Return the rate of the lowest mean cost. If costs are equal, as where all runs solve a task, it is the one
-    nearest to the grid's middle."""
+    """Return the rate of the lowest mean cost. If costs are equal, for example because all runs solve a task, return
+    the rate nearest to the grid's middle."""
     rates = sorted(rates)
     middle = (len(rates) - 1) / 2
     return min(rates, key=lambda rate: (mean_cost(by_rate[rate]), abs(rates.index(rate) - middle)))

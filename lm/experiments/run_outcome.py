@@ -1,5 +1,5 @@
-"""This module reads the outcome of an experiment's run from its run folder, and says how runs differ apart from their
-arms."""
+"""This module reads the outcome of an experiment's run from its run folder, and says in what runs differ besides the
+arm."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -97,9 +97,9 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """Return the description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises
-        RunError: the log says that the run diverged, but its last checkpoint, which a diverged run does not write,
-        exists."""
+        """Return the description of how the run diverged (`lm.runs.record.divergence`); empty if the run didn't
+        diverge. Raises RunError: the log says that the run diverged, but its last checkpoint, which a diverged run does
+        not write, exists."""
         if any(DIVERGED in line for line in self.log_lines) and self.checkpoint.exists():
             raise RunError(
                 f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
@@ -108,14 +108,14 @@ class Outcome:
 
     @cached_property
     def not_learned_text(self) -> str:
-        """Return a text that says that the final loss is above the unigram cross-entropy; empty if it is not, or if
-        either is unknown."""
+        """Return a text that says that the final loss is above the unigram cross-entropy; empty if the loss is not
+        above it, or if one of the two is unknown."""
         return loss_above_unigram(self._validation)
 
     @property
     def unlearned_level(self) -> str:
-        """Return, in words, the level that the metric at the last step is not better than: chance, within an interval
-        over sequences, or the unigram cross-entropy. Empty if it is better, or if no level is known."""
+        """Return, in words, the reference level that the metric at the last step is not better than (`is_unlearned`):
+        chance or the unigram cross-entropy. Empty if the metric is better, or if no level is known."""
         units = self.units(self.metric)
         about = units["about"].iloc[0] if len(units) else Metric()
         name, level = chance_level(about)
@@ -186,7 +186,7 @@ class Outcome:
 
     def units(self, metric: str) -> pd.DataFrame:
         """Return the values whose mean a metric logs at the last step, a row for each unit such as a sequence. There
-        are no rows if it was not measured by unit."""
+        are no rows if the metric was not measured for each unit."""
         evaluation = self.measurement(metric)
         return unit_rows(evaluation.frame, metric) if evaluation else pd.DataFrame()
 
@@ -197,8 +197,8 @@ class Outcome:
 
     @cached_property
     def _last_evaluations(self) -> dict[Path, Evaluation]:
-        """Return the evaluations of the last step by file. Unlike a report, a verdict takes no run without a log, as
-        the log says whether the run diverged. Raises RunError: a file was altered, or contradicts the log."""
+        """Return the evaluations of the last step by file. Raises RunError: a file was altered or contradicts the log,
+        or the log is missing, which says whether the run diverged."""
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: load_evaluation(path) for path in files}
         if evaluations:
@@ -232,8 +232,8 @@ class Outcome:
         return evaluation.data_fingerprint, *unit_rows(evaluation.frame, metric)["sequences"].head(1)
 
     def mean(self, metric: str, selection: bool) -> float:
-        """Return the mean of a metric over the documents for reports or, with `selection`, those by which rates are
-        chosen; infinite unless the run finished."""
+        """Return the mean of a metric over the documents for reports or, with `selection`, over the documents by which
+        rates are chosen; infinite unless the run finished."""
         if self.state != "finished":
             return math.inf
         return weighted_mean(units_of_part(self.units(metric), "selects" if selection else "reports"))
@@ -269,9 +269,9 @@ def read_tuning_table(path: Path, metric: str) -> pd.DataFrame:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Return sentences on what differs between finished runs apart from their arms, such as device or code, and on
-    facts that the runs do not record. `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises
-    RunError: an environment.json can't be read."""
+    """Return sentences on what differs between finished runs besides the arm, such as device or code, and on facts that
+    the runs do not record. `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an
+    environment.json can't be read."""
     facts: dict[str, list[tuple[str, Plain]]] = {}  # pairs of arm and value by what they say
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     dirty_count = 0

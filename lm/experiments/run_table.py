@@ -51,8 +51,8 @@ def judge_table(
     target: float | None = None,
     unpaired: bool = False,
 ) -> Judgement:
-    """Judge the arms of a table of runs. Arguments and errors are those of `lm.judge`, where `condition` is named
-    `where` and `split_columns` is named `by`."""
+    """Judge the arms of a table of runs. Arguments and errors are as for `lm.judge`, which calls `condition` `where`,
+    and `split_columns` `by`."""
     problems: list[Problem] = []
     direction = {} if better is None else {"better": better}
     primary = build_block(PrimaryMetric, {"metric": metric, "matters": matters} | direction, "", problems)
@@ -95,10 +95,12 @@ def judge_table(
 def table_noise(
     table: pd.DataFrame, source: str, metric: str, condition: str, arm: str, seed: str, difference: float | None
 ) -> dict[str, Plain]:
-    """Measure the noise of the runs of a table, on the lines that satisfy `condition`. `source` names it in errors.
+    """Measure the noise of the runs of a table, on the lines that satisfy `condition`. `source` names the table in
+    errors.
 
-    Runs that have not finished don't count. `arm` and `seed` name columns. `difference`: the seeds that find it are
-    counted. Raises RunError: the table is wrong, or no arm has two finished runs.
+    Runs that have not finished don't count. `arm` and `seed` name columns. `difference`: a difference for which the
+    seeds that detect it are counted, too; None: no difference. Raises RunError: the table is wrong, or no arm has two
+    finished runs.
     """
     rows, primary = read_runs(table, source, PrimaryMetric(metric), None, condition, (), arm, seed, False)
     rows = rows.query("state == 'finished'")
@@ -123,9 +125,10 @@ def read_runs(
 ) -> tuple[pd.DataFrame, PrimaryMetric]:
     """Return the checked rows of the runs of a table, with the columns that docs/experiments.md names, and the metric.
 
-    Rows that chose a rate (`tune` in the column `stage`, or `selects` in the column `part`) are left out.
-    The metric is that of the rows, with its direction. Unless `is_paired`, all runs are of one arm without a column
-    `arm`, and each row is a run without a column `seed`. Other arguments and errors are those of `judge_table`.
+    Rows that chose a rate (`tune` in the column `stage`, or `selects` in the column `part`) are left out. The returned
+    metric has the name and the better direction that the rows give. Unless `is_paired`, the columns `arm` and `seed`
+    may be missing: without `arm` all runs are one arm, without `seed` each row is a run. Other arguments and errors are
+    as for `judge_table`.
     """
     table = table.reset_index(drop=True)
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):

@@ -83,8 +83,8 @@ def _checked_attn_implementation(
 ) -> str:
     """Return the name of the attention function that a model gets; replaces transformers' method of a similar name.
 
-    Raises ValueError: the function is lm's, and the model can't use it. Its code never calls attention functions, it
-    scales queries by position itself, or all its layers have a sliding window.
+    Raises ValueError: the function is lm's, and the model can't use it. Either the model's code never calls attention
+    functions, or it scales queries by position itself, or all layers have a sliding window.
     """
     if _registered_normalizer(requested_attention) is not None:
         if not model.is_backend_compatible():
@@ -105,8 +105,8 @@ def _checked_attn_implementation(
 
 
 def _registered_normalizer(attn_implementation: str | None) -> dict[str, Plain] | None:
-    """Return the name and options of lm's normalizer that is registered as `attn_implementation`; None if it is not
-    lm's.
+    """Return the name and options of lm's normalizer that is registered as `attn_implementation`; None if lm has
+    registered no such function.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(attn_implementation)
     return function.args[0] if isinstance(function, partial) and function.func is _attention_function else None

@@ -39,8 +39,8 @@ Arms = Mapping[str, list[RunRecord]]  # an arm's runs, which differ in their see
 
 
 class Name(NamedTuple):
-    """Names what reports compare between runs. Names of one title and shape are a section: a table and, with an axis, a
-    picture."""
+    """Identifies a metric, with task and inference setting, as reports compare it between runs. Metrics of one title
+    and shape are a section of a report: a table and, with an axis, a picture."""
 
     title: str
     shape: str  # number, bins or points
@@ -56,7 +56,8 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """Holds the difference, arm minus baseline, at one place: an interval, or why there is none."""
+    """Holds the difference, arm minus baseline, of a metric at one place: a point or a range of its axis. It has an
+    interval, or a reason why there is none."""
 
     arm: str
     name: Name
@@ -67,7 +68,8 @@ class Difference:
 
 
 class MeanOfArm(NamedTuple):
-    """Holds the mean over an arm's runs at a place, which have one metric but perhaps other reference levels."""
+    """Holds the mean of a metric over an arm's runs at one place: a point or a range of its axis. `about` describes the
+    metric for the first run; reference levels may differ between runs."""
 
     about: Metric
     mean: float
@@ -96,8 +98,8 @@ class ArmComparison:
 
     @cached_property
     def all_rows(self) -> pd.DataFrame:
-        """Return the `reporting_rows` of all evaluations. New columns are `arm`, `run`, its number among `runs`, and
-        `seeds`, the number of its seeds among the sorted seeds of all runs."""
+        """Return the `reporting_rows` of all evaluations. New columns are `arm`; `run`, the index of the run in `runs`;
+        and `seeds`, the index of the run's seeds in the sorted list of all runs' seeds."""
         run_numbers = np.repeat(np.arange(len(self.runs)), [len(run.evaluations) for run in self.runs])
         rows = reporting_rows(evaluation_rows([evaluation for run in self.runs for evaluation in run.evaluations]))
         owner = run_numbers[rows["evaluation"]]
@@ -108,7 +110,8 @@ class ArmComparison:
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """Return the rows of the metrics that have a title. `name` is their number in `metric_names`."""
+        """Return the rows of the metrics that have a title. The new column `name` is the metric's index in
+        `metric_names`."""
         rows = self.all_rows[self.all_rows["title"] != ""]
         return rows.assign(name=rows.groupby([*Name._fields], sort=False).ngroup())
 
@@ -123,7 +126,7 @@ class ArmComparison:
 
     @cached_property
     def means(self) -> pd.DataFrame:
-        """Return the mean of each run at each place."""
+        """Return the mean over the units of each run at each place (`rows_at_places`)."""
         return point_means(self.units)
 
     @cached_property
@@ -150,7 +153,8 @@ class ArmComparison:
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """Return the differences to the baseline, at the last place measured in both arms, else in either arm."""
+        """Return each arm's difference to the baseline in each metric, at the last place that both arms measured. If
+        there is no such place, it is the last one that either arm measured, and the difference has a reason."""
         units = self.units[self.units["sample"].notna() & ~self.units["control"]]
         indices = units.groupby(["name", "arm"], sort=False).indices
         names = dict.fromkeys(name for section in self.sections for name in section["name"])
@@ -166,8 +170,8 @@ class ArmComparison:
 
     def paired_differences(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of the other arms with the difference to the baseline as `value`. A unit is paired with the
-        same sequence at the same point, in the run of the same seeds. Units that only one of the two has, and controls,
-        are left out."""
+        same sequence at the same point, in the baseline's run of the same seeds. Units that only one of the two runs
+        has are left out, and so are controls."""
         rows = rows[rows["sample"].notna() & ~rows["control"]]
         keys = ["name", "x", "until", "seeds", "data_fingerprint", "sequences", "sample"]
         unit = rows.groupby(keys, sort=False, dropna=False).ngroup()
@@ -211,7 +215,7 @@ class ArmComparison:
 
     @cached_property
     def config_diff(self) -> dict[str, tuple[str, ...]]:
-        """By configuration key in which arms differ, its value in each arm."""
+        """Return each configuration key in which arms differ, with its value in each arm."""
         return _config_diff(self.arms)
 
     @property
@@ -264,8 +268,8 @@ def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a frame of `evaluation_rows` without held-out documents that choose checkpoints or learning
     rates.
 
-    Names of metrics then say so, as metrics.jsonl has the mean over all held-out text by its name alone. A curve
-    without a document for reports at some point keeps its means over all documents, without units.
+    The names of these metrics get a suffix that says so, as in metrics.jsonl the plain name means all held-out text. A
+    curve without a document for reports at some point keeps its means over all documents, without units.
     """
     is_text, reports = rows["part"] != "", rows["part"] == "reports"
     has_reports = reports.groupby(
@@ -328,8 +332,8 @@ def interval_of(units: pd.DataFrame, mean: float) -> Interval | None:
 
 
 def _mean_interval(of_runs: list[Interval | None], values: np.ndarray, about: Metric) -> Interval | None:
-    """Return the interval of the mean of an arm's runs: that of a single run, else Student's t interval over seeds.
-    With Wilson intervals, the latter is widened to contain each run's interval."""
+    """Return the interval of the mean of an arm's runs: a single run's own interval, else Student's t interval over
+    seeds. If runs have Wilson intervals, the interval over seeds is widened to contain each of them."""
     if len(of_runs) == 1:
         return of_runs[0]
     seed_interval = estimate_over_seeds(values).interval()
@@ -370,7 +374,7 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> ArmCo
     """Group runs into arms and compare the arms with the baseline arm. `baseline` is this arm's label, or the name of
     one of its runs; None: the first arm.
 
-    Raises RunError: there are no runs, or `baseline` is neither.
+    Raises RunError: there are no runs, or no arm or run has the name `baseline`.
     """
     records = [*{record.folder.resolve(): record for record in records}.values()]
     if not records:

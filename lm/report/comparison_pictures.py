@@ -148,16 +148,16 @@ def curves(
 
 
 def axis_pictures(comparison: ArmComparison) -> list[Picture | None]:
-    """Return a picture for each section of its metrics along their axis: for each name, panels of values and of paired
-    differences to the baseline. None if there is no axis, or a single place and no level to compare it with."""
+    """Return a picture for each section, of its metrics along their axis: panels of values and of paired differences to
+    the baseline. None for a section without an axis, or with a single place and no reference level."""
     drawn = [_traces(comparison, of_differences) for of_differences in (False, True)]
     return [_axis_picture(comparison, section, *drawn) for section in comparison.sections]
 
 
 def _traces(comparison: ArmComparison, of_differences: bool) -> dict[int, list[Trace]]:
-    """Return traces of values, or of paired differences, by the number of their name. They show each run's means at the
-    points or bins that all runs of its arm have, and the mean over runs with its interval. Bins that begin before
-    `FIRST_DRAWN_POSITION` are left out, except the last."""
+    """Return traces of values, or of paired differences, by the metric's index in `metric_names`. Traces show each
+    run's means at the points or bins that all runs of its arm have, and the mean over runs with its interval. Bins that
+    begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
     rows = comparison.paired_differences(comparison.rows) if of_differences else comparison.rows
     rows = rows[rows["shape"] != "number"]
     rows = rows.assign(until=rows["until"].fillna(rows["x"]))  # a point is a bin without width
@@ -199,8 +199,9 @@ def _interval(
     values: np.ndarray,
     of_differences: bool,
 ) -> Interval | None:
-    """Return the interval of an arm's mean, or of its paired difference, at a point; of a single run also in a bin.
-    `units` and `values`, by run, are those of the place."""
+    """Return the interval of an arm's mean, or of its paired difference, at `x`. A mean has none for a control metric,
+    or in a range of positions (bin) unless the arm has a single run. `units` are the arm's units at `x`, `values` each
+    run's mean."""
     about = units["about"].iloc[0]
     if of_differences:
         return clip_interval(paired_interval(units, values), about)
@@ -213,7 +214,8 @@ def _interval(
 
 
 def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict[int, list[Trace]]) -> Picture | None:
-    """Return the picture of a section. `drawn`: traces of values, and of differences, by the number of their name."""
+    """Return the picture of a section. `drawn`: traces of values, and of differences, by the metric's index in
+    `metric_names`."""
     title, shape, about = section[["title", "shape", "about"]].iloc[0]
     metrics, panels = section["about"].unique(), []
     if shape == "number" or (section["place"].nunique() < 2 and not any(metric.references for metric in metrics)):

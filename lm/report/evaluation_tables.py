@@ -119,7 +119,8 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
 
 
 def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a kind of evaluation that are printed."""
+    """Return the rows of one kind of evaluation that the terminal shows: overall means of many metrics, and the first
+    and last values of long curves."""
     if rows["quantity"].nunique() > MAX_COLUMNS:
         return rows[rows["where"] == ""]
     if rows["low"].isna().groupby(rows[RUN]).sum().max() <= MAX_NUMBERS:
@@ -131,7 +132,7 @@ def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _table(title: str, rows: pd.DataFrame) -> Table:
     """Return a table with a row for each run, inference setting and place, and a column for each metric. More than
-    `MAX_COLUMNS` metrics have a row each instead. Label columns that say nothing are left out."""
+    `MAX_COLUMNS` metrics have a row each instead. Label columns that tell no rows apart are left out."""
     has_metric_rows, units, cells = rows["quantity"].nunique() > MAX_COLUMNS, {}, {}
     for row in rows.to_dict("records"):
         text = number_text(row["value"])

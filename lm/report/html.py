@@ -57,8 +57,8 @@ BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "deta
 
 @dataclass(frozen=True)
 class PageBlock:
-    """Holds a part of a page section; `kind` says how its content is shown. `name` is its files' name without suffix,
-    empty if it has none."""
+    """Holds a part of a page section; `kind` says how its content is shown. `name` is the name of the block's files
+    without suffix; empty if it has no files."""
 
     kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]

@@ -136,8 +136,8 @@ class Picture:
 
     @property
     def parts(self) -> "list[Picture | None]":
-        """Return one picture for each panel, which a page arranges by its width; None for an empty place. A picture
-        with maps is not divided."""
+        """Return one picture for each panel, which a page arranges by its width; None for an empty cell of the grid of
+        panels. A picture with maps is not divided."""
         return [self] if self.has_maps else [panel and replace(self, panels=[panel], arms=[]) for panel in self.panels]
 
     def sign(self, arm: int) -> str:

@@ -116,7 +116,7 @@ def number_text(value: float | None) -> str | None:
 
 
 def number(value: float) -> str:
-    """Format an axis value as text; integers have thousands separators."""
+    """Format a value on an axis as text; integers have thousands separators."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 

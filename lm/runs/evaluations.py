@@ -168,7 +168,7 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
 
 
 def point_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean over units (sequences or questions) for each curve and each x, a point or the start of a range."""
+    """Return the mean over units (sequences or questions) for each curve at each x, a point or a range's start."""
     return mean(rows, [*CURVE_COLUMNS, "x", "until"], rows["weight"])
 
 

@@ -1,7 +1,7 @@
 """Intervals of means over documents, over training seeds or over both, and of fractions of trials; each holds with 95 %
 by default. A `Family` gives the level at which several comparisons with one baseline hold together with 95 %.
 
-Nothing is resampled.
+No interval uses resampling (bootstrap).
 """
 
 import math
@@ -26,8 +26,8 @@ MAX_DEGREES = 100  # more degrees of freedom count as these
 
 @dataclass(frozen=True)
 class Interval:
-    """Holds a mean and its interval, at 95 % for itself or for a family of intervals together. NaN: a measured value
-    was not finite.
+    """Holds a mean and its interval, which holds with 95 % by itself or together with the other intervals of a family.
+    All numbers are NaN if a measured value was not finite.
 
     `noise_source` names the sampled units whose noise the interval covers, such as `3 seeds` or `documents, 1 seed`.
     """
@@ -50,8 +50,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Holds the means of one or many samples of equal size and their standard errors, for intervals and tests. NaN: a
-    value was not finite.
+    """Holds the means of one or many samples of equal size and their standard errors, for intervals and tests. A mean
+    is NaN if a value in its sample was not finite.
 
     Student's t estimates the spread from the sample. As a sample of equal values has no spread to estimate, the exact
     sign-flip test then decides in place of t. Its p of the hypothesis that the mean is not above 0 is 2^-n for n equal
@@ -71,8 +71,8 @@ class Estimate:
         """Return half the length of the interval of each mean, (...,), which misses the true mean with probability
         `alpha`.
 
-        For a sample of equal values it is 0. It is infinite if the values are too few for the sign-flip test to reach a
-        two-sided p of `alpha`.
+        For a sample of equal values, the result is 0, or infinite if there are too few values for the sign-flip test to
+        reach a two-sided p of `alpha`.
         """
         exact_half = np.where(0.5 ** (self.degrees + 1) <= alpha / 2, 0.0, np.inf)
         half = np.where(self.error == 0, exact_half, scipy.special.stdtrit(self.degrees, 1 - alpha / 2) * self.error)
@@ -125,9 +125,12 @@ def interval_over_questions(values: np.ndarray, weights: np.ndarray, groups: np.
 def is_unlearned(
     mean: float, level: float, better: str, values: np.ndarray, weights: np.ndarray, groups: np.ndarray | None
 ) -> bool:
-    """Return whether `mean` is not better than `level`, that of a model that has learned nothing. A fraction of right
-    answers must be above it by more than chance (`interval_over_questions`, which has the other arguments). False if
-    `level` is NaN."""
+    """Return whether `mean` is not better than `level`, the value of the metric for a model that has learned nothing.
+    False if `level` or `mean` is NaN.
+
+    For a fraction of right answers (`groups` given, all values within 0 and 1, higher is better), the lower end of its
+    95 % interval must be above `level`. `values`, `weights` and `groups` are as for `interval_over_questions`; `better`
+    is `lower` or `higher`."""
     if better == "lower":
         return bool(mean >= level)
     is_fraction = groups is not None and mean > level and ((values >= 0) & (values <= 1)).all()
@@ -197,11 +200,12 @@ def estimate_over_seeds(values: np.ndarray) -> Estimate:
 def welch_estimate(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     """Return the estimate of differences between the means of unpaired runs, by Welch's t (1947).
 
-    Where each arm's values are equal, the exact permutation test decides, as the sign-flip test does of paired runs.
+    Where each arm's values are equal, the exact permutation test decides, like the sign-flip test for paired runs.
 
     Args:
         values: (..., rates, seeds) of an arm, with at least two seeds.
-        baseline_values: (..., rates, seeds) of the baseline, whose seeds are others, perhaps of another number.
+        baseline_values: (..., rates, seeds) of the baseline, whose seeds differ from the arm's seeds, perhaps also in
+            number.
 
     Returns:
         The estimate at each pair of rates, (..., the arm's rates, the baseline's rates).
@@ -220,10 +224,10 @@ def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tu
     """Return the ends, (...,), of intervals of means of independent values between `low` and `high`; `values` is (...,
     n). Either end misses the true mean with probability `tail`.
 
-    Nothing is assumed of the distribution: a value may be far from all seen ones with a small probability. The upper
-    end is a quantile of the mean of the values and `high` under random weights, uniform over all weights of sum 1
-    (Learned-Miller and Thomas 2019, arXiv 1905.06208). Of values of 0 and 1 it is Clopper and Pearson's. n values of 0
-    between -1 and 1 have the ends plus and minus 1 - tail^(1/n).
+    Nothing is assumed of the distribution: with a small probability, a new value may be far from all `values`. The
+    upper end is a quantile of the mean of the values and `high` under random weights, uniform over all weights of sum 1
+    (Learned-Miller and Thomas 2019, arXiv 1905.06208). For values of 0 and 1 the interval is Clopper and Pearson's. For
+    n values of 0 between -1 and 1 the ends are plus and minus 1 - tail^(1/n).
     """
     return -_upper_end(-values, -low, tail), _upper_end(values, high, tail)
 
@@ -237,7 +241,8 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
     rows = np.sort(np.concatenate([values, np.full((*shape, 1), float(high))], axis=-1)).reshape(-1, count + 1)
 
     def excess(end: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Return the n-th root of an end's tail, linear in the end where values agree, minus that of `tail`."""
+        """Return the n-th root of the probability beyond `end`, minus the n-th root of `tail`. Where values agree, the
+        result is linear in `end`."""
         residuals = rows[row] - end[:, None]
         positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
         first = positive[:, positive.shape[1] - (positive > 0).sum(1).max() :]
@@ -248,12 +253,12 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
 
 
 def _probability_of_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the probability, (...,), that exponential times of means `first`, (..., k), have a larger sum than those
-    of means `second`, (..., l).
+    """Return the probability, (...,), that exponential times of means `first`, (..., k), have a larger sum than
+    exponential times of means `second`, (..., l).
 
     Let the times of each side run one after another. As exponential times have no memory, the running time of `second`
     ends before that of `first` with probability first / (first + second). `first` has the larger sum if all times of
-    `second` end before its own.
+    `second` have ended before the last time of `first` ends.
     """
     count, others = first.shape[-1], second.shape[-1]
     if not others:
@@ -394,8 +399,8 @@ def mean_correlation(differences: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Family:
-    """A family is a set of comparisons whose intervals hold together with 95 %; a comparison that can't be tested
-    counts, too.
+    """A family is a set of comparisons whose intervals hold together with 95 %; comparisons that can't be tested count,
+    too.
 
     A group holds comparisons that share a baseline, so that their differences are correlated. Different groups and
     `n_independent` further comparisons are taken as independent, which is cautious (Sidak 1967).
@@ -459,8 +464,9 @@ def joint_tail_probability(p: float, count: int, degrees: float, correlation: fl
 
 @lru_cache(maxsize=1 << 8)
 def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
-    """Return the nodes and weights of `joint_tail_probability`: the factor's part of a mean and its weights, then the
-    weights of its squares. Last are a comparison's spread given the squares and its density, (squares, spreads)."""
+    """Return the nodes and weights of the quadratures in `joint_tail_probability`. The first two are what the shared
+    factor adds to a mean, and the weights of these nodes. The third are the weights of the factor's sums of squares.
+    The last two, (squares, spreads), are a comparison's standard error given the sum of squares, and its density."""
     # a mean and its opposite have the same probability
     factor, factor_weights = (
         nodes[_QUADRATURE_NODES[0] // 2 :] for nodes in scipy.special.roots_hermitenorm(_QUADRATURE_NODES[0])

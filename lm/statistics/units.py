@@ -1,5 +1,5 @@
-"""This module says which units of a measurement choose learning rates and which are reported, and computes their
-weighted means. A unit is a sequence or a question, a row of a frame."""
+"""This module selects the units of a measurement that choose learning rates or that are reported, and computes weighted
+means of units. A unit is one measured sequence or question; a data frame has rows for it."""
 
 import hashlib
 import math
@@ -46,8 +46,11 @@ def units_of_part(units: pd.DataFrame, part: Literal["selects", "reports"]) -> p
 
 
 def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return a row for each unit on which a metric, by its name in metrics.jsonl, was measured. If the metric's axis
-    has bins, a row is the mean over all bins. The result is empty if only a mean is known, or nothing was measured.
+    """Return one row for each unit (sequence or question) on which `metric`, a name in metrics.jsonl, was measured.
+    `frame` is the data frame of an `Evaluation`, with the columns `lm.runs.evaluations.COLUMNS`.
+
+    If the metric was measured in ranges of positions (bins), the row's `value` is the unit's mean over all positions.
+    The result is empty if the metric was not measured, or only its mean is known.
     """
     rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
     if not rows["until"].notna().any():
@@ -65,7 +68,7 @@ def mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1
     """Return the weighted mean of `value` over the rows with equal `keys`, in the order in which these keys come first.
     Other columns have the values of the first of these rows.
 
-    A mean is NaN without weight, or where a value with weight is NaN.
+    A mean is NaN if all its weights are 0, or if a value with a weight above 0 is NaN.
     """
     codes = rows.groupby([*keys], sort=False, observed=True, dropna=False).ngroup().to_numpy()
     weights = np.broadcast_to(np.asarray(weights, float), len(rows))

@@ -102,10 +102,11 @@ class Comparison:
 
     def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> Ends:
         """Return the ends of the interval of the difference between arms at their best rates, which misses the true
-        difference with probability `alpha`. It contains the interval at `judged_pair`. Ends that depend on a NaN are
-        NaN.
+        difference with probability `alpha`. This interval contains the interval at the one pair of rates `judged_pair`.
+        Ends that depend on a NaN are NaN.
 
-        estimates: (the arm's rates, the baseline's rates), such as those over seeds and documents; None: over seeds.
+        estimates: of the differences at each pair of rates, (the arm's rates, the baseline's rates), such as estimates
+        over seeds and documents; None: over seeds.
         """
         estimates = estimates or self.estimates
         low, high = self._over_rates(lambda alpha: self._t_ends(estimates, alpha), alpha)
@@ -120,8 +121,8 @@ class Comparison:
         return low, np.where(high < 0, high, np.minimum(np.maximum(high, bounded_high), greatest))
 
     def _over_rates(self, ends: Callable[[float], Ends], alpha: float) -> Ends:
-        """Return the ends of the interval at the arms' best rates. `ends` gives those at each pair of rates, for an
-        alpha."""
+        """Return the ends of the interval at the arms' best rates. `ends` returns the ends at each pair of rates, for a
+        given alpha."""
 
         def oriented(alpha: float) -> Ends:  # an arm's best rate is that of its lowest value
             low, high = ends(alpha)
@@ -165,8 +166,11 @@ class Comparison:
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
     def fewest_agreeing_seeds(self, margin: float, alpha: float) -> int:
-        """Return the fewest seeds whose `_bounded_ends` can lie within `margin`, as where all agree. For an accuracy (1
-        - margin)^seeds is then at most `alpha`, or half of it where runs are unpaired. 0 without bounds."""
+        """Return the fewest seeds with which `_bounded_ends` can lie within `margin`, which happens if all seeds agree.
+        Return 0 if the metric has no bounds.
+
+        With this number of seeds, (1 - margin)^seeds of an accuracy is at most `alpha`; for unpaired runs, half of
+        `alpha`."""
         if self.bounds is None:
             return 0
         reach, tail = (max(map(abs, self.bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
@@ -174,11 +178,10 @@ class Comparison:
 
     @property
     def p(self) -> np.ndarray:
-        """Two-sided p of the t test that the arms' mean difference at their best rates is 0; NaN where a difference
-        is not finite.
+        """Return the two-sided p of the t test that the arms' mean difference at their best rates is 0; NaN where a
+        difference is not finite.
 
-        It is at most `alpha` where `interval_ends(alpha)` leave out 0. For equal differences the sign-flip test gives
-        p.
+        p is at most `alpha` where `interval_ends(alpha)` leave out 0. For equal differences the sign-flip test gives p.
         """
 
         def claim_p(p: np.ndarray, judged_pair: tuple[int, int], n_shared_rates: int | None) -> np.ndarray:
@@ -288,9 +291,9 @@ def family_of(stacks: Iterable[Stack]) -> Family:
     """Return the joint distribution of comparisons, by which their intervals hold together.
 
     Comparisons of paired runs with equally many seeds are one group, as the baseline's noise is in all of them; their
-    correlation is estimated cautiously (`mean_correlation`). Of unpaired runs, those that share a baseline are a group;
-    its correlation follows from the variances (Dunnett 1955). Other comparisons count as independent: arms of several
-    learning rates, and what can't be tested.
+    correlation is estimated cautiously (`mean_correlation`). Comparisons of unpaired runs with one baseline are a
+    group, too, whose correlation follows from the variances (Dunnett 1955). Other comparisons count as independent:
+    comparisons of arms with several learning rates, and comparisons that can't be tested.
     """
     paired, unpaired, count = defaultdict[int, list[np.ndarray]](list), defaultdict[bytes, list[tuple]](list), 0
     for stack, members in stacks:
@@ -368,7 +371,8 @@ def _answer(
     margin: float,
     alpha: float,
 ) -> Obstacle:
-    """Return the kind of verdict that follows from an interval; its reason, and what leaves it open in a few words."""
+    """Return the kind of verdict that follows from an interval, the reason, and the reason in a few words if the
+    verdict is open (else an empty text)."""
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     exact_test, tie = (
         ("sign-flip test", f"all {seeds} seeds differ by the same")
@@ -462,7 +466,7 @@ def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, ar
 
 
 def smallest_difference(seeds: int, spread: float, arms: float = 1, alpha: float = ALPHA) -> float:
-    """Return the difference that `seeds` seeds find with probability `POWER`; arguments are those of `power`."""
+    """Return the difference that `seeds` seeds find with probability `POWER`; arguments are as for `power`."""
     return spread * _smallest_effect(seeds, alpha, arms)
 
 
@@ -477,7 +481,7 @@ def _smallest_effect(seeds: int, alpha: float, arms: float) -> float:
 def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> int | None:
     """Return the fewest seeds, at least `MIN_SEEDS`, with which `power` reaches `POWER`; None: more than `MAX_SEEDS`.
 
-    Arguments are those of `power`; of unpaired runs, it is the number of seeds of each arm.
+    Arguments are as for `power`. For unpaired runs the result is the number of seeds of each arm.
     """
     effect = abs(difference) / spread if spread and arms == 1 else 0.0
 

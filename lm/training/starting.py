@@ -185,7 +185,7 @@ class RunState:
         return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 
     def count_step(self, nll: float, targets: int) -> None:
-        """Add a step to the sums since the last logged line. `nll` is the sum of losses over the step's targets (nats)."""
+        """Add a step to the sums since the last logged line. `nll` is the sum of the step's losses (nats)."""
         self.nll_since_line += nll
         self.targets_since_line += targets
 

@@ -190,7 +190,7 @@ class Checkpoints(StepCallback):
         return step % self.config.checkpoint_every == 0 or step == self.config.trainer.max_steps
 
     def on_train_end(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Save a checkpoint of the last step if this step has none yet, for example because a signal stopped training."""
+        """Save a checkpoint of the last step unless it has been saved; it hasn't if a signal stopped training."""
         if trainer.global_step != self.saved_step:
             self.save(trainer, module)
 
