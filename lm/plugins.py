@@ -31,7 +31,7 @@ class Plugin(NamedTuple):
     """A plugin is an imported normalizer, with its classes, version and digest."""
 
     options: type  # the dataclass of its options, whose `name` is `package.module:Class`
-    implementation: type  # the imported class
+    normalizer_class: type  # the imported class
     version: str  # the sha256 of its source file
     code_digest: str  # digest of the Python and C++ files of its package, computed at its import
 

@@ -55,7 +55,7 @@ class Progress:
             options = {"file": LineStream(), "bar_format": LINE_FORMAT, "mininterval": LINE_SECONDS} | options
         return Bar(desc=terminal_text(name), total=total, initial=n_done, disable=self.is_quiet, **options)
 
-    def bytes(self, name: str, total: int | None, n_done: int = 0) -> Bar:
+    def byte_bar(self, name: str, total: int | None, n_done: int = 0) -> Bar:
         """Return a progress bar that counts bytes. The bar stays visible after its end."""
         return self.bar(name, total, n_done, unit="B", unit_scale=True, leave=True)
 

@@ -81,7 +81,7 @@ def file_states(folder: Path) -> list[tuple[str, int, int]]:
 
 def documents(source: Source, vocabulary: Vocabulary | None = None) -> Iterator[str | np.ndarray]:
     """Yield the documents of a source. Raises the first error of a document that can't be read."""
-    for document, _ in source_reader(source).documents(source, vocabulary):
+    for document, _ in source_reader(source).read_documents(source, vocabulary):
         if isinstance(document, UnreadableError):
             raise document
         yield document
@@ -92,7 +92,7 @@ def readable_documents(
 ) -> tuple[list[str | np.ndarray], list[UnreadableError]]:
     """Return the documents of a source that can be read, and the errors of the others."""
     read: tuple[list, list] = [], []
-    for document, _ in source_reader(source).documents(source, vocabulary):
+    for document, _ in source_reader(source).read_documents(source, vocabulary):
         read[isinstance(document, UnreadableError)].append(document)
     return read
 

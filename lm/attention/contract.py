@@ -201,12 +201,12 @@ def check_finite_differences(options: Options) -> None:
     normalizer, layout = random_normalizer(options, size=4), AttentionLayout.full(6)
     names = [name for name, _ in normalizer.named_parameters()]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
         return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, layout))
 
     tensors = *random_inputs(6, batch=1, size=4, normalizer=normalizer), *normalizer.parameters()
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    is_right = torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
+    is_right = torch.autograd.gradcheck(attend, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
     require(is_right, "a gradient of q, k, v or a parameter is not that of finite differences")
 
 

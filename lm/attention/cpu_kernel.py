@@ -43,10 +43,10 @@ def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
     (n, queries, _), (keys, width) = q.shape, v.shape[1:]
-    q = _pad(q, TILE_QUERIES, 2)
+    q = _pad_tiles(q, TILE_QUERIES, 2)
     # (N, S / TILE_KEYS, D / 2, TILE_KEYS, 2)
-    k = _pad(k, TILE_KEYS, 2).unflatten(1, (-1, TILE_KEYS)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()
-    v = _pad(v, TILE_KEYS, TILE_KEYS).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
+    k = _pad_tiles(k, TILE_KEYS, 2).unflatten(1, (-1, TILE_KEYS)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()
+    v = _pad_tiles(v, TILE_KEYS, TILE_KEYS).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
     output = v.new_empty(n, q.size(1), v.size(2))
     sizes = (n, q.size(1), 2 * v.size(1), keys - queries, q.size(2), v.size(2), torch.get_num_threads())
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, output))
@@ -54,9 +54,9 @@ def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return output[:, :queries, :width]
 
 
-def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Convert matrices x (N, R, C) to contiguous bf16, with zeros appended so that R and C are multiples of `rows` and
-    `columns`.
+def _pad_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Convert matrices x (N, R, C) to contiguous bf16, and append zeros so that tiles of `rows` x `columns` divide
+    them.
     """
     return F.pad(x.to(torch.bfloat16), (0, -x.size(2) % columns, 0, -x.size(1) % rows)).contiguous()
 

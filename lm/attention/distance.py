@@ -116,7 +116,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         if w <= MAX_LOOP_WINDOW and q.device.type == "cpu":
             return self._sum_over_distances(q, k, v)
 
-        def blocks(x: Tensor, n_preceding: int) -> Tensor:
+        def cut_blocks(x: Tensor, n_preceding: int) -> Tensor:
             """Cut x (B, H, T, size) into N blocks of w tokens, each behind the p = `n_preceding` blocks before it.
             Returns (B N, H, (p + 1) w, size).
             """
@@ -132,7 +132,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         mask = ((key_index > query_index) & (key_index <= query_index + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
         mask[0] &= key_index >= w  # there is no block before the first
         output = routes.fused_softmax(
-            blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1)
+            cut_blocks(q, 0), cut_blocks(k, 1), cut_blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1)
         )
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
@@ -186,7 +186,7 @@ class MappedSoftmax(SoftmaxNormalizer):
         return self.map_scores(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        if (layout.causal or layout.tail) and not gpu_kernels.can_compute(self, q, k, v, layout):
+        if (layout.causal or layout.queries_are_last) and not gpu_kernels.can_compute(self, q, k, v, layout):
             return routes.block_attention(q, k, v, 1 / math.sqrt(q.size(-1)), self)
         return super().forward(q, k, v, layout)
 

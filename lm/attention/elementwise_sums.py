@@ -93,7 +93,7 @@ class _ElementwiseAttention(torch.autograd.Function):
                 output_block = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide_dtype, device=v.device)
                 row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide_dtype, device=v.device)
                 for c, d in block_ranges(b, TILE):
-                    w = SCORE_FUNCTIONS[kind].value_(_scores(qw, kw, shift, a, b, c, d))
+                    w = SCORE_FUNCTIONS[kind].value_(_compute_tile_scores(qw, kw, shift, a, b, c, d))
                     w = (w.tril_() if c == a else w).to(output.dtype)
                     output_block += w @ values[:, c:d]
                     if divide_by_sum:
@@ -121,7 +121,7 @@ class _ElementwiseAttention(torch.autograd.Function):
                     dw = gw[:, a:b] @ vw[:, c:d].transpose(1, 2)
                     if mean_grad is not None:
                         dw -= mean_grad[:, a:b]
-                    w, dz = SCORE_FUNCTIONS[ctx.kind].derivative_(_scores(qw, kw, shift, a, b, c, d), dw)
+                    w, dz = SCORE_FUNCTIONS[ctx.kind].derivative_(_compute_tile_scores(qw, kw, shift, a, b, c, d), dw)
                     if c == a:
                         w, dz = w.tril_(), dz.tril_()
                     if dshift is not None:
@@ -134,7 +134,7 @@ class _ElementwiseAttention(torch.autograd.Function):
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dshift
 
 
-def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, d: int) -> Tensor:
+def _compute_tile_scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, d: int) -> Tensor:
     """Return the scores q.k / sqrt(D) + shift of queries a to b - 1 and keys c to d - 1: (N, b - a, d - c)."""
     factor, shifts = 1 / math.sqrt(q.size(-1)), q.new_zeros(1, 1, 1) if shift is None else shift[:, a:b].unsqueeze(-1)
     return torch.baddbmm(shifts, q[:, a:b], k[:, c:d].transpose(1, 2), beta=shift is not None, alpha=factor)

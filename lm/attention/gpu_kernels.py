@@ -38,7 +38,7 @@ def can_compute(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: 
     return (layout.causal or is_packed) and not why_unusable(normalizer, q, k, v)
 
 
-_PROBLEMS: dict[tuple[object, ...], str] = {}
+_PROBLEM_BY_CALL: dict[tuple[object, ...], str] = {}
 
 
 @keep_uncompiled
@@ -49,12 +49,12 @@ def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
     """
     package, name = normalizer.gpu_package, f"{type(normalizer).__name__} {normalizer.options}"
     call = name, q.size(1), *(x.size(-1) for x in (q, k, v)), v.dtype, v.device
-    if call not in _PROBLEMS:
-        _PROBLEMS[call] = f"{package} is not installed"
+    if call not in _PROBLEM_BY_CALL:
+        _PROBLEM_BY_CALL[call] = f"{package} is not installed"
         if find_spec(package):
             compare = partial(_compare_with_query_blocks, normalizer, q, k, v)
-            _PROBLEMS[call] = kernel_problem(f"the kernel of {package} for {name}", v.device, compare)
-    return _PROBLEMS[call]
+            _PROBLEM_BY_CALL[call] = kernel_problem(f"the kernel of {package} for {name}", v.device, compare)
+    return _PROBLEM_BY_CALL[call]
 
 
 def _compare_with_query_blocks(
@@ -144,12 +144,12 @@ def _make_mask(length: int, window: int | None, device: torch.device, documents:
     documents: index of each token's document, (B, T); None: one document per sequence.
     """
 
-    def sees(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_same = documents is None or documents[sequence, query] == documents[sequence, key]
         return (key <= query) & (query - key < (window or length)) & is_same
 
     count = len(documents) if documents is not None and len(documents) > 1 else None
-    return _flex_attention()[1](sees, count, None, length, length, device, _compile=True)
+    return _flex_attention()[1](is_visible, count, None, length, length, device, _compile=True)
 
 
 # ---------------------------------------------------------------- kernels of packages

@@ -40,7 +40,7 @@ class AttentionLayout:
     documents: Tensor | None = None
     key_documents: Tensor | None = None  # int64, index of each key's document, shaped as `key_positions`
     # true: queries are the last of the keys' tokens, of one document per sequence; the mask is the triangle's last rows
-    tail: bool = False
+    queries_are_last: bool = False
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
@@ -132,7 +132,7 @@ class AttentionLayout:
 
     def queries_from(self, first: int) -> "AttentionLayout":
         """Return the layout of all queries from index `first` in the sequence on, and of all keys."""
-        return replace(self.select(slice(first, None), self.key_positions.size(-1)), tail=self.causal)
+        return replace(self.select(slice(first, None), self.key_positions.size(-1)), queries_are_last=self.causal)
 
     def visible(self) -> Tensor:
         """Return the mask of the keys that each query sees: (T, S) or (B, 1, T, S) bool."""

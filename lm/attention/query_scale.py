@@ -238,14 +238,14 @@ class SqrtLogNNormalizer(QueryScale):
     schema = SqrtLogN
 
     def initialise(self) -> None:
-        self.c = self.new_parameter(1 / self.growth(self.training_layout()).double().mean().item())
+        self.c = self.new_parameter(1 / self.n_factor(self.training_layout()).double().mean().item())
 
-    def growth(self, layout: AttentionLayout) -> Tensor:
+    def n_factor(self, layout: AttentionLayout) -> Tensor:
         """Return sqrt(2 ln n), (1, T) or (B, 1, T)."""
         return (2 * self.row_length(layout).log()).sqrt()
 
     def scale(self, layout: AttentionLayout) -> Tensor:
-        return self.c.unsqueeze(-1) * self.growth(layout)
+        return self.c.unsqueeze(-1) * self.n_factor(layout)
 
 
 @dataclass
@@ -347,16 +347,16 @@ class CosineNormalizer(QueryScale):
 
     def initialise(self) -> None:
         self.g = self.new_parameter(
-            math.sqrt(self.layer.head_size) / self.growth(self.training_layout()).double().mean().item()
+            math.sqrt(self.layer.head_size) / self.n_factor(self.training_layout()).double().mean().item()
         )
 
-    def growth(self, layout: AttentionLayout) -> Tensor:
+    def n_factor(self, layout: AttentionLayout) -> Tensor:
         """Return ln n if the option `log_n` is set, else 1: (1, T) or (B, 1, T)."""
         n = self.row_length(layout)
         return n.log() if self.options.log_n else n.new_ones(n.shape)
 
     def scale(self, layout: AttentionLayout) -> Tensor:
-        return self.g.unsqueeze(-1) * self.growth(layout) * math.sqrt(self.layer.head_size)  # undoes 1 / sqrt(D)
+        return self.g.unsqueeze(-1) * self.n_factor(layout) * math.sqrt(self.layer.head_size)  # undoes 1 / sqrt(D)
 
     def scale_by_position(self) -> Tensor | None:
         return None  # the factor is on cosines, not on softmax's logits

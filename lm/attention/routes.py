@@ -79,7 +79,7 @@ def fused_softmax(
     mask: used in place of the mask of `layout`. key_bias: a logit of each key, broadcastable to (B, H, S).
     """
     scale, width, causal = 1 / math.sqrt(q.size(-1)), v.size(-1), layout.causal and mask is None
-    in_order = (layout.causal or layout.tail) and mask is None and v.device.type == "cpu"
+    in_order = (layout.causal or layout.queries_are_last) and mask is None and v.device.type == "cpu"
     if in_order and k.size(2) <= SHORT_LENGTH:
         return block_attention(q, k, v, scale, key_bias=key_bias)
     in_grad_mode = torch.is_grad_enabled()
@@ -186,7 +186,7 @@ class _BlockAttention(torch.autograd.Function):
         output, saved_weights, needs_grad = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
         with without_autocast(v.device):
             for heads, a, b, keys, coefficients in _blocks_of_scores(q, k, score_map):
-                scores = _scores(q[heads, a:b], k[heads, :keys], scale, score_map, coefficients)
+                scores = _compute_scores(q[heads, a:b], k[heads, :keys], scale, score_map, coefficients)
                 if bias is not None:
                     scores += bias[heads, :, :keys]
                 weights = _hide_later_keys(scores).softmax(-1).to(v.dtype)
@@ -215,7 +215,7 @@ class _BlockAttention(torch.autograd.Function):
         with without_autocast(v.device):
             for number, (heads, a, b, keys, coefficients) in enumerate(_blocks_of_scores(q, k, ctx.score_map)):
                 if ctx.score_map:
-                    scores = _scores(q[heads, a:b], k[heads, :keys], ctx.scale, ctx.score_map, coefficients)
+                    scores = _compute_scores(q[heads, a:b], k[heads, :keys], ctx.scale, ctx.score_map, coefficients)
                     slopes = ctx.score_map.slopes(scores, coefficients)
                     wide_weights = _hide_later_keys(scores).softmax(-1)
                     weights = wide_weights.to(v.dtype)
@@ -235,7 +235,9 @@ class _BlockAttention(torch.autograd.Function):
         return dq, dk, dv.to(v.dtype), dbias / ctx.scale if needs_dbias else None, None, None
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, score_map: nn.Module | None, coefficients: Tensor | None) -> Tensor:
+def _compute_scores(
+    q: Tensor, k: Tensor, scale: float, score_map: nn.Module | None, coefficients: Tensor | None
+) -> Tensor:
     """Return the scores (N, T, S) of the queries q (N, T, D) and the keys k (N, S, D)."""
     logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=scale)
     return score_map.map_scores(logits, coefficients) if score_map else logits
@@ -298,7 +300,7 @@ MIN_BLOCK_WEIGHTS = 2**18
 MAX_GPU_BLOCK_WEIGHTS = 2**25
 
 
-def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
+def _query_blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
     """Return (first query, last query + 1, number of keys) of each block of queries.
 
     A causal block has the keys up to its last query, rounded up to eighths of all keys: blocks of few different sizes
@@ -331,8 +333,8 @@ class _QueryBlockAttention(torch.autograd.Function):
         with without_autocast(inputs[0].device):
             return torch.cat(
                 [
-                    _attend(module, layout, block, *_block_inputs(block, *inputs))
-                    for block in _blocks(*inputs[:2], layout)
+                    _attend_block(module, layout, block, *_block_inputs(block, *inputs))
+                    for block in _query_blocks(*inputs[:2], layout)
                 ],
                 2,
             )
@@ -343,13 +345,13 @@ class _QueryBlockAttention(torch.autograd.Function):
         inputs = ctx.saved_tensors
         # sums over the blocks
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
-        for block in _blocks(*inputs[:2], ctx.layout):
+        for block in _query_blocks(*inputs[:2], ctx.layout):
             leaves, block_grad = (
                 [x.detach().requires_grad_() for x in _block_inputs(block, *inputs)],
                 grad[:, :, slice(*block[:2])],
             )
             with torch.enable_grad(), without_autocast(grad.device):
-                output = _attend(ctx.module, ctx.layout, block, *leaves)
+                output = _attend_block(ctx.module, ctx.layout, block, *leaves)
                 block_grads = torch.autograd.grad(output, leaves, block_grad, allow_unused=True, materialize_grads=True)
             for total, value in zip(_block_inputs(block, *grads), block_grads, strict=True):
                 total += value
@@ -366,7 +368,7 @@ def _block_inputs(
     return q[:, :, first_query:end], k[:, :, :n_keys], v[:, :, :n_keys], *parameters
 
 
-def _attend(
+def _attend_block(
     module: nn.Module, layout: AttentionLayout, block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor,
     *parameters: Tensor,
 ) -> Tensor:  # fmt: skip

@@ -43,7 +43,7 @@ class Catalogue(dict[str, type[Options]]):
     def __missing__(self, name: str) -> type[Options]:
         """Import the plugin `name`, register its normalizer, and return its class of options."""
         plugin = PLUGINS.import_plugin(str(name), options_class)
-        NORMALIZERS[plugin.options] = plugin.implementation
+        NORMALIZERS[plugin.options] = plugin.normalizer_class
         return plugin.options
 
     def suggestions(self) -> list[str]:

@@ -20,7 +20,7 @@ class ConstantRate:
 
     name: ClassVar[str] = "constant"
 
-    def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
+    def rate_factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
         """Return the learning rate of a step after warm-up, as a fraction of the peak; `step` is counted from 0 at the
         start of the run.
         """
@@ -34,7 +34,7 @@ class CosineRate:
     name: ClassVar[str] = "cosine"
     final_fraction: float = key(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
-    def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
+    def rate_factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
         progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
         return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
@@ -49,7 +49,7 @@ class WSDRate:
     decay_fraction: float = key(0.2, "fraction of all steps over which the rate decays", gt=0, le=1)
     final_fraction: float = key(0.0, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
-    def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
+    def rate_factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
         decay_steps = max(1, round(self.decay_fraction * max_steps))
         return self.final_fraction + (1 - self.final_fraction) * min(1.0, (max_steps - step) / decay_steps)
 
@@ -144,7 +144,9 @@ class OptimConfig:
         """
         warmup_steps = self.n_warmup_steps(max_steps)
         factor = (
-            (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
+            (step + 1) / warmup_steps
+            if step < warmup_steps
+            else self.schedule.rate_factor(step, warmup_steps, max_steps)
         )
         return self.lr * factor
 

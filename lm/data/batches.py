@@ -147,7 +147,7 @@ class TextStream:
         self.seq_len, self.seed_words = seq_len, seed_words
         self.sequences_per_epoch = n_tokens // seq_len
 
-    def starts(self, slots: np.ndarray) -> np.ndarray:
+    def slot_starts(self, slots: np.ndarray) -> np.ndarray:
         """Return the index, counted from token `first`, at which the tokens of each slot of `slots` (k,) begin: int64
         (k,).
         """
@@ -164,7 +164,7 @@ class TextStream:
 
         The mask is bool (k x seq_len / length, length), and all true. A slot has the same text for every `length`.
         """
-        starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
+        starts = self.slot_starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         index = (starts.reshape(-1, 1) + np.arange(length + 1)) % self.n_tokens
         tokens = self.split.tokens_at(self.first_token + index).astype(np.int64)
         return tokens, np.ones((len(tokens), length), bool)
@@ -200,7 +200,7 @@ class TaskStream:
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
         examples = [make_example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
         return np.stack([sequence.tokens for sequence in examples]), np.stack(
-            [sequence.answers for sequence in examples]
+            [sequence.answer_mask for sequence in examples]
         )
 
 
@@ -221,7 +221,7 @@ class TrainSequences:
         self.lengths, self.length_weights = zip(*length_weights, strict=True)
         self.weights, self.streams = self._streams(seed)
 
-    def length(self, step: int) -> int:
+    def sequence_length(self, step: int) -> int:
         """Return the length, in tokens, of all sequences of `step` (0-based)."""
         assigned = assign_slots(self.length_weights, (*self.seed_words, _LENGTH_SEED), np.array([step]))
         return self.lengths[assigned[0, 0]]
@@ -245,9 +245,9 @@ class TrainSequences:
 
     def batch(self, step: int, first_slot: int = 0, count: int | None = None) -> Batch:
         """Return the global batch of a step, or only its `count` slots from slot `first_slot` on. Sequences have
-        `length(step)` tokens.
+        `sequence_length(step)` tokens.
         """
-        length, stop = self.length(step), self.slots_per_step if count is None else first_slot + count
+        length, stop = self.sequence_length(step), self.slots_per_step if count is None else first_slot + count
         slots = step * self.slots_per_step + np.arange(first_slot, stop)
         streams, stream_slots = assign_slots(self.weights, self.seed_words, slots)
         sequence_streams = np.repeat(streams, self.seq_len // length)  # the stream of each sequence

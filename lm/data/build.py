@@ -163,7 +163,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
     store.mkdir(exist_ok=True)
     if not (store / TOKENIZER).exists():
         if isinstance(data.tokenizer, TrainedTokenizer):
-            with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as bar:
+            with progress.byte_bar("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as bar:
                 tokenizer = train_tokenizer(_training_texts(data, folder, scan, bar.update), data.tokenizer)
         else:
             tokenizer = tokenizer_from_options(data.tokenizer)
@@ -199,7 +199,7 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
         number: store / f"{OMITTED_PREFIX}{number:05d}.json" for number in np.unique(shard_numbers[is_stored]).tolist()
     }
     is_missing = is_stored & ~np.isin(shard_numbers, [number for number, path in list_paths.items() if path.exists()])
-    with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as bar:
+    with progress.byte_bar("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as bar:
         documents = _read_scanned_documents(data, store.parent, scan, is_missing) if is_missing.any() else iter(())
         with closing(encode_documents(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized:
             for number, group in groupby(tokenized, key=lambda item: shard_numbers[item[0].index]):
@@ -289,7 +289,7 @@ def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: in
     while sequences < STORED_SEQUENCES or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < min_answers):
         for task in tasks:
             sequence = make_example(task, STORE_SEED, sequences, length, subset)
-            np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)
+            np.add.at(counts, sequence.tokens[1:][sequence.answer_mask], 1)
         sequences += 1
     return counts
 
@@ -312,7 +312,7 @@ def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     n_blank, unreadable = 0, {"count": 0, "first": []}
     scanned_values = array("Q"), array("q"), array("H"), array("B")
     end_tokens, n_spelled = {*COMMON_END_TOKENS, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
-    with progress.bytes("scan", None) as bar:
+    with progress.byte_bar("scan", None) as bar:
         for document, source, is_held_out in _read_documents(data, folder):
             if isinstance(document, UnreadableError):
                 count_unreadable(unreadable, document, data.on_error)
@@ -397,7 +397,7 @@ def _read_documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document |
             if getattr(source, "streaming", False):
                 documents = streamed_documents(source, folder / f"stream-{index}-{is_held_out:d}")
             else:
-                documents = source_reader(source).documents(source, vocabulary if has_ids[index] else None)
+                documents = source_reader(source).read_documents(source, vocabulary if has_ids[index] else None)
             for content, location in documents:
                 document = content
                 if not isinstance(content, UnreadableError):
@@ -465,14 +465,14 @@ class Encoder:
         for document in documents:
             is_text = isinstance(document.content, str)
             tokens = np.array(next(text_ids) if is_text else document.content, self.dtype)
-            if is_text and (problem := self._problem(document.content, tokens)):
+            if is_text and (problem := self._decoding_problem(document.content, tokens)):
                 tokens = UnreadableError(f"{document.location}: data.tokenizer: {problem}")
             elif document.is_first_piece:
                 tokens = np.insert(tokens, 0, self.end_of_text_id)
             tokenized.append((document, tokens))
         return tokenized
 
-    def _problem(self, text: str, tokens: np.ndarray) -> str:
+    def _decoding_problem(self, text: str, tokens: np.ndarray) -> str:
         """Return why the tokens don't stand for the text, and what to do; an empty text if they do."""
         if self.byte_count_suffices and self.bytes_per_token[tokens].sum(dtype=np.float64) == len(text.encode()):
             return ""

@@ -36,18 +36,18 @@ class SourceReader:
     """The functions that read sources of one type, such as local files. Each function's first argument is the source's
     options.
 
-    `documents` yields (document, location) in a fixed order, blank documents included. A document is a text, or an
-    array of ids, (tokens,) uint32, for `TokenSource`. A location is a text for messages: the file or dataset, and the
-    line or row. In place of a file, document or row that can't be read, `documents` yields an `UnreadableError`. A file
-    damaged part-way yields the documents before the damage. The second argument of `documents` is None, or for
-    `TokenSource` a `Vocabulary`, which checks the ids.
+    `read_documents` yields (document, location) in a fixed order, blank documents included. A document is a text, or an
+    array of ids, (tokens,) uint32, for `TokenSource`. A location is a text for messages, such as a file and a
+    line or row. In place of a file, document or row that can't be read, it yields an `UnreadableError`. A file damaged
+    part-way yields the documents before the damage. The second argument is None, or for `TokenSource` a `Vocabulary`,
+    which checks the ids.
 
     All functions raise DataError with the file, dataset or row and the reason.
     """
 
-    documents: Callable[[Source, Vocabulary | None], Documents]
+    read_documents: Callable[[Source, Vocabulary | None], Documents]
     # identifies the documents, by `data.root` and cached hashes of files
-    identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
+    identify: Callable[[Source, Path, FileHashes], dict[str, Plain]]
     # the source's own held-out documents as a source
     held_out_source: Callable[[Source], Source | None] = lambda source: None
 
@@ -68,7 +68,7 @@ def source_identity(source: Source, root: Path) -> dict[str, Plain]:
     """
     hashes = FileHashes(root)
     try:
-        return source_reader(source).identity(source, root, hashes)
+        return source_reader(source).identify(source, root, hashes)
     finally:
         hashes.save()
 
@@ -181,7 +181,7 @@ def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str
     """
     option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in option_names}
-    folder = Path(_location(source))
+    folder = Path(_name_or_path(source))
     if folder.is_dir():
         paths = sorted(files_below(folder))
         return options | {
@@ -192,7 +192,7 @@ def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str
     with _convert_library_errors(source):
         import datasets
 
-        builder = datasets.load_dataset_builder(_location(source), source.config, revision=source.revision)
+        builder = datasets.load_dataset_builder(_name_or_path(source), source.config, revision=source.revision)
         return options | {"fingerprint": builder.hash}
 
 
@@ -200,12 +200,16 @@ def _load_dataset(source: HubSource) -> "Dataset | IterableDataset":
     """Open the dataset with the `datasets` library."""
     import datasets
 
-    is_saved = any(Path(_location(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
+    is_saved = any(Path(_name_or_path(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
     if not is_saved:  # by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`
         return datasets.load_dataset(
-            _location(source), source.config, split=source.split, revision=source.revision, streaming=source.streaming
+            _name_or_path(source),
+            source.config,
+            split=source.split,
+            revision=source.revision,
+            streaming=source.streaming,
         )
-    dataset = datasets.load_from_disk(_location(source))
+    dataset = datasets.load_from_disk(_name_or_path(source))
     splits = (
         dict(dataset) if isinstance(dataset, datasets.DatasetDict) else {str(dataset.split or source.split): dataset}
     )
@@ -214,7 +218,7 @@ def _load_dataset(source: HubSource) -> "Dataset | IterableDataset":
     return splits[source.split]
 
 
-def _location(source: HubSource) -> str:
+def _name_or_path(source: HubSource) -> str:
     """Return the dataset's name on the hub, or the path of its folder, in which `~` is replaced by the home folder."""
     return os.path.expanduser(source.dataset)
 
@@ -222,7 +226,7 @@ def _location(source: HubSource) -> str:
 @contextmanager
 def _convert_library_errors(source: HubSource) -> Iterator[None]:
     """Return a context that turns errors of the `datasets` library or the network into a one-line DataError."""
-    if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
+    if source.dataset.startswith((".", "/", "~")) and not Path(_name_or_path(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:
         yield

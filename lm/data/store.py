@@ -77,7 +77,7 @@ class Split:
         """Return the number of tokens of each document, its end-of-text token included: int64 (n_documents,)."""
         return np.diff(np.asarray(self.offsets))
 
-    def take(self, starts: np.ndarray, length: int) -> np.ndarray:
+    def take_windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return the `length` consecutive tokens from each index in `starts` (k,) on: int64 (k, length). They may be in
         several shards.
         """

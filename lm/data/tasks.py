@@ -49,7 +49,7 @@ class Example:
     needle_spans: np.ndarray
 
     @property
-    def answers(self) -> np.ndarray:
+    def answer_mask(self) -> np.ndarray:
         """Return the mask of predictions that count, (length,) bool: entry t is true if token t + 1 is part of an
         answer.
         """
@@ -166,7 +166,7 @@ class TaskText:
         """Return the text of generated tokens up to the first special token, such as the end-of-text token."""
         return self.decode(tokens[: np.append(np.isin(tokens, self._special_ids), True).argmax()])
 
-    def filler(self, draw: Draw, count: int) -> np.ndarray:
+    def draw_filler(self, draw: Draw, count: int) -> np.ndarray:
         """Return `count` consecutive tokens from a random place of the text, int64 (count,), within one document if
         possible.
 
@@ -182,7 +182,7 @@ class TaskText:
             begin, end = np.searchsorted(split.offsets, (start, start + count - 1), "right")
             if begin == end and start > split.offsets[begin - 1]:  # a document begins with the end-of-text token
                 break
-        return split.take(np.array([start]), count)[0]
+        return split.take_windows(np.array([start]), count)[0]
 
 
 # ---------------------------------------------------------------- recall over symbols
@@ -306,7 +306,7 @@ def _assemble_haystack(
     starts = np.empty_like(depths)
     starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
     sentence_tokens = np.concatenate([np.empty(0, np.int64), *(whole_sentences[index] for index in order)])
-    body = np.insert(text.filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
+    body = np.insert(text.draw_filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
     # from the end of a question to the end of its answer
     answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)
     spans = np.zeros((2, len(numbers), 2), np.int64)  # of each number in its sentence, and of its sentence

@@ -216,7 +216,7 @@ def files_summary(source: FileSource) -> str:
     """
     folders = filter(Path.is_dir, map(expand_home, source.paths))
     ignored_counts = Counter(
-        _suffix(file) or "no suffix"
+        _format_suffix(file) or "no suffix"
         for path in folders
         for file in files_below(path)
         if not _is_read(source, file, True)
@@ -247,7 +247,7 @@ def files_below(folder: Path) -> Iterator[Path]:
         yield from (file for file in files if file.is_file() or not file.exists())
 
 
-def _suffix(path: Path) -> str:
+def _format_suffix(path: Path) -> str:
     """Return a file's suffix in lower case; for a compressed file, both suffixes, such as `.json.gz`."""
     is_compressed = path.suffix.lower() in (".gz", ".zst")
     return ((Path(path.stem).suffix if is_compressed else "") + path.suffix).lower()
@@ -255,19 +255,19 @@ def _suffix(path: Path) -> str:
 
 def _is_read(source: FileSource, path: Path, in_folder: bool) -> bool:
     """Return whether a file is read. A plain .json file in a folder is not: it mostly describes other files."""
-    return _file_reader(path, source) is not None and not (in_folder and _suffix(path) == ".json")
+    return _file_reader(path, source) is not None and not (in_folder and _format_suffix(path) == ".json")
 
 
 def _file_reader(path: Path, source: FileSource) -> Callable[[Path, FileSource, DocumentParser], Documents] | None:
     """Return the function that reads a file by its suffix, in upper or lower case. Return None for a suffix that is not
     supported.
     """
-    suffix = _suffix(path).removesuffix(".gz").removesuffix(".zst")
+    suffix = _format_suffix(path).removesuffix(".gz").removesuffix(".zst")
     if suffix in map(str.lower, source.suffixes):
         return _read_txt
     if suffix in (".jsonl", ".ndjson", ".json"):
         return _read_jsonl
-    return _read_parquet if _suffix(path) == ".parquet" else None
+    return _read_parquet if _format_suffix(path) == ".parquet" else None
 
 
 def read_files(paths: list[Path], source: FileSource, parse: DocumentParser = checked_text) -> Documents:

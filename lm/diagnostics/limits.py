@@ -161,8 +161,8 @@ class TopKeys(NamedTuple):
     """
 
     distance: Tensor  # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
-    bound: Tensor  # Theorem 1's upper bound on d~; NaN for rows with a negative weight
-    separable: Tensor  # Theorem 2's N_s / N: the fraction of the N keys that lie within r of s
+    distance_bound: Tensor  # Theorem 1's upper bound on d~; NaN for rows with a negative weight
+    separable_fraction: Tensor  # Theorem 2's N_s / N: the fraction of the N keys that lie within r of s
 
 
 class RandomKeyBounds(NamedTuple):
@@ -236,8 +236,8 @@ def limit_statistics() -> Statistics:
         Statistic("Lemma 1: ln (n x largest weight)", "nats", log_n_times_largest_weight),
         Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_n_times_smallest_weight),
         Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_c2),
-        Statistic("norm of the Jacobian", "", _at_some_queries(jacobian_norm), in_reports=True, has_exponent=True),
-        Statistic("bound on the norm of the Jacobian", "", _at_some_queries(jacobian_norm_bound)),
+        Statistic("norm of the Jacobian", "", _compute_at_stride(jacobian_norm), in_reports=True, has_exponent=True),
+        Statistic("bound on the norm of the Jacobian", "", _compute_at_stride(jacobian_norm_bound)),
         *(statistic for count in KEY_COUNTS for statistic in _theorem_statistics(count)),
     ]
 
@@ -246,7 +246,7 @@ def _theorem_statistics(count: int) -> Iterator[Statistic]:
     """Yield the statistics of Theorems 1 and 2 for `count` keys."""
 
     @lru_cache(maxsize=1)  # the statistics of the same rows are asked for one after the other
-    def quantities(rows: AttentionRows) -> tuple[Tensor, ...]:
+    def measure_theorems(rows: AttentionRows) -> tuple[Tensor, ...]:
         """Return the fields of `TopKeys`, then of `RandomKeyBounds`, with embeddings of length 1 as the keys'
         vectors.
         """
@@ -262,12 +262,12 @@ def _theorem_statistics(count: int) -> Iterator[Statistic]:
         f"d~ of {count} random keys, at most": "",
     }
     for index, (name, unit) in enumerate(names.items()):
-        yield Statistic(name, unit, lambda rows, index=index: quantities(rows)[index], in_reports=index in (0, 2))
+        yield Statistic(name, unit, lambda rows, index=index: measure_theorems(rows)[index], in_reports=index in (0, 2))
 
 
-def _at_some_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
+def _compute_at_stride(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
     """Return a function that computes the statistic at every `QUERY_STRIDE`-th query, counted back from the sequence's
-    last. At other queries it gives NaN.
+    last query. At other queries the function gives NaN.
     """
 
     def measure(rows: AttentionRows) -> Tensor | None:

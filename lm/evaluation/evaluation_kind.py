@@ -112,7 +112,7 @@ class HeldOutSequences:
 
         isolate: whether a token sees only its own document.
         """
-        sequences = store.val.take(starts, length + 1)
+        sequences = store.val.take_windows(starts, length + 1)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
         documents = np.searchsorted(store.val.offsets, starts, "right") - 1

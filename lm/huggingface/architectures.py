@@ -139,7 +139,7 @@ class Architecture(ABC):
         model_prefix: prefix of the model's tensor names; empty for a model without a language-model head.
         """
         with torch.device("meta"):
-            decoder = spec.decoder()
+            decoder = spec.make_decoder()
         slices = projection_rows(decoder)
         for full_name, parameter in decoder.named_parameters():
             layer, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()

@@ -81,7 +81,7 @@ class ModelSpec:
         versions = PLUGINS.versions(self.plugins).items()
         return [(name, self.plugins[name], version) for name, version in versions if self.plugins[name] != version]
 
-    def decoder(self) -> Decoder:
+    def make_decoder(self) -> Decoder:
         """Return a decoder whose parameters are not initialised, so that weights can be loaded into it."""
         return Decoder(self.model, self.vocab_size, self.seq_len, seed=None)
 

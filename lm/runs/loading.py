@@ -246,9 +246,9 @@ def _build_decoder(spec: ModelSpec, weights: dict[str, Tensor], path: Path) -> D
         raise ValueError(f"{expanded[0]} is not contiguous")  # a single expanded value can claim any shape
     # Names and shapes are compared on a device without memory, as a damaged file may claim any size.
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-        spec.decoder().load_state_dict(weights)
+        spec.make_decoder().load_state_dict(weights)
     check_finite(weights, path)
-    decoder = spec.decoder()
+    decoder = spec.make_decoder()
     decoder.load_state_dict(weights)
     return decoder.eval()
 

@@ -101,7 +101,7 @@ class Lacking(Right):
 def test_a_kernel_that_fails_or_differs_at_its_first_use_is_not_taken(
     kind: type, reason: str, warns: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gpu_kernels, "_PROBLEMS", {})
+    monkeypatch.setattr(gpu_kernels, "_PROBLEM_BY_CALL", {})
     normalizer = kind(opt.Entmax15(), LayerSpec(2, 16, WIDTH, TRAIN_LENGTH))
     call = normalizer, *torch.zeros(3, 1, 2, 20, 16, dtype=torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():

@@ -17,9 +17,9 @@ class Terminal(io.StringIO):
 
 def test_bytes_leave_a_line_in_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.progress.LINE_SECONDS", 0.0)
-    with Progress().bytes("encode", 4_000_000, 1_000_000) as bar:
+    with Progress().byte_bar("encode", 4_000_000, 1_000_000) as bar:
         bar.update(1_000_000)
-    with Progress("none").bytes("encode", 4_000_000) as bar:
+    with Progress("none").byte_bar("encode", 4_000_000) as bar:
         bar.update(1_000_000)
     assert re.fullmatch(r"(encode 2.00M/4.00M \[00:00<00:00, .*B/s\]\n){2}", capsys.readouterr().err)
 

