@@ -61,7 +61,7 @@ def global_options(
 class TerminalStream:
     """A text stream that makes control characters visible (`terminal_text`). All commands print to such a stream.
 
-    rich, which prints control characters of its own, writes to the stream below, `rich_proxied_file`.
+    rich, which prints control characters of its own, writes to the underlying stream, `rich_proxied_file`.
     """
 
     def __init__(self, stream: TextIO):
@@ -72,7 +72,7 @@ class TerminalStream:
         return self.rich_proxied_file.write(terminal_text(text))
 
     def __getattr__(self, name: str) -> object:
-        """Return the attribute `name` of the stream below."""
+        """Return the attribute `name` of the underlying stream."""
         return getattr(self.rich_proxied_file, name)
 
 

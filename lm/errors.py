@@ -132,8 +132,8 @@ class Problem:
 
 
 class PluginUnavailable(KeyError):
-    """Raised if a block's name refers to a plugin that may not be imported, can't be imported or is invalid. Its
-    attributes are the reason and the remedy.
+    """Raised if a block's name refers to a plugin that may not be imported, can't be imported or is invalid. The
+    error's attributes are `reason` and `remedy`.
     """
 
     def __init__(self, reason: str, remedy: str):

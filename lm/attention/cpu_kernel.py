@@ -77,7 +77,7 @@ def _why_unusable() -> str:
 
 
 def _compare_with_pytorch() -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a name, the kernel's output and PyTorch's, for the last 200 of a sequence's 300 queries."""
+    """Yield a name, the kernel's output and PyTorch's output, for the last 200 of a sequence's 300 queries."""
     q, k, v = torch.arange(3 * 2 * 300 * 40.0, device="cpu").sin().bfloat16().view(3, 2, 300, 40)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
     yield "output", causal_softmax(q[:, 100:], k, v, 1.0), expected[:, 100:]

@@ -169,8 +169,8 @@ class MappedSoftmax(SoftmaxNormalizer):
     gpu_package = gpu_kernels.FLEX
 
     def coefficients(self, distance: Tensor) -> Tensor:
-        """Return what s(z, t) takes from distances t, by default t itself. Distances are fp32 or wider, and at
-        least 0.
+        """Return the coefficients through which the scores s(z, t) depend on distances t, by default t itself.
+        Distances are fp32 or wider, and at least 0.
         """
         return distance
 

@@ -157,7 +157,7 @@ class SigmoidNormalizer(ShiftedNormalizer):
 
 @dataclass
 class Threshold(Options):
-    """Options of the normalizer `threshold`, which drops logits below a bar that grows with n."""
+    """Options of the normalizer `threshold`, whose weights are 0 for logits below a threshold that grows with n."""
 
     name = "threshold"
     full_formula = "relu(z - beta sqrt(2 ln n))^p / sum"

@@ -59,8 +59,8 @@ class LinearNormalizer(DividedNormalizer):
 
     @property
     def score_map(self) -> str:
-        """Name of the function of scores that gives the weights: the identity, under another name if features are not
-        negative.
+        """Name in `SCORE_MAPS` of the function that maps scores to weights: the identity, which has another name where
+        features, and so weights, are never negative.
         """
         return "identity" if self.options.features == "identity" else "features"
 

@@ -385,7 +385,7 @@ class PNNormalizer(QueryScale):
     """Softmax with the factor s p_n + b on logits, at first 1 (our choice). s, b and p_n are learned; p_n is a number
     for each n up to the training length.
 
-    Scale and offset of p_n are not unique, as s and b undo both.
+    p_n is determined only up to a factor and an offset, which s and b can undo.
     """
 
     schema = PN

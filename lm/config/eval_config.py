@@ -119,8 +119,8 @@ ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NT
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """An inference setting is a RoPE scaling, and options of normalizers, with which a trained model is evaluated. Its
-    weights stay unchanged (`lm.model.swapped.for_inference`).
+    """An inference setting is a RoPE scaling, and options of normalizers, with which a trained model is evaluated. The
+    model's weights stay unchanged (`lm.model.swapped.for_inference`).
     """
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "scaling of RoPE's frequencies")
@@ -181,7 +181,7 @@ def _number_text(value: float) -> str:
 
 def inference_problems(settings: list[InferenceSetting], position: Position) -> Iterator[Problem]:
     """Yield the problems of an evaluation's inference settings: equal settings, or a scaling for a model without RoPE.
-    Their paths are relative to the evaluation's block.
+    The problems' paths are relative to the evaluation's block.
     """
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         labels = [setting.label for setting in settings]
@@ -276,8 +276,8 @@ class InferenceKindConfig(EvaluationKindConfig):
 
 
 def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
-    """Return sequence lengths in predicted tokens: each of `factors` times the training length, at least 1. They ascend
-    and have no duplicates.
+    """Return sequence lengths in predicted tokens: each of `factors` times the training length, at least 1. The lengths
+    ascend, without duplicates.
     """
     return sorted({max(1, round(factor * data.seq_len)) for factor in factors})
 

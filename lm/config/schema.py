@@ -179,7 +179,7 @@ def _key_paths(schema: type) -> Iterator[str]:
 
 
 def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
-    """Return the value of a field, made from plain data. If that is wrong, append a problem and return MISSING."""
+    """Return the value of a field, made from plain data. If the data are wrong, append a problem and return MISSING."""
 
     def refuse(reason: str, remedy: str = ""):
         problems.append(Problem(path, value, reason, remedy))

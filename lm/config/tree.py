@@ -250,7 +250,7 @@ def keys_recorded_per_start() -> tuple[str, ...]:
 
 def model_function_options(model: ModelConfig) -> dict[str, Plain]:
     """Return {dotted path within `model`: value} of the options that determine which function a model's weights
-    compute. The values are those that `canonical_config` gives.
+    compute. The values are as `canonical_config` gives them.
     """
     plain = canonical_config({"model": to_plain(model)})["model"]
     return {path: value for path, value in flatten(plain).items() if key_effect(f"model.{path}").affects == "model"}

@@ -37,10 +37,10 @@ class SourceReader:
     options.
 
     `read_documents` yields (document, location) in a fixed order, blank documents included. A document is a text, or an
-    array of ids, (tokens,) uint32, for `TokenSource`. A location is a text for messages, such as a file and a
-    line or row. In place of a file, document or row that can't be read, it yields an `UnreadableError`. A file damaged
-    part-way yields the documents before the damage. The second argument is None, or for `TokenSource` a `Vocabulary`,
-    which checks the ids.
+    array of ids, (tokens,) uint32, for `TokenSource`. A location is a text for messages, such as a file and line. In
+    place of a file, document or row that can't be read, it yields an `UnreadableError`. A file damaged part-way yields
+    the documents before the damage. The second argument is None, or for `TokenSource` a `Vocabulary`, which checks the
+    ids.
 
     All functions raise DataError with the file, dataset or row and the reason.
     """

@@ -78,8 +78,8 @@ class Split:
         return np.diff(np.asarray(self.offsets))
 
     def take_windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` consecutive tokens from each index in `starts` (k,) on: int64 (k, length). They may be in
-        several shards.
+        """Return the `length` consecutive tokens from each index in `starts` (k,) on: int64 (k, length). A window may
+        span several shards.
         """
         return self.tokens_at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
 

@@ -194,7 +194,7 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
 
 def encode_with_offsets(tokenizer: "Tokenizer", text: str) -> "Encoding":
     """Encode a text without special tokens. The result has `ids` and `offsets` (characters). Raises DataError if the
-    library can't.
+    library can't encode the text.
     """
     with convert_library_errors(
         f"data.tokenizer: can't encode a text that begins {text[:40]!r}", "; use another tokenizer, or other text"

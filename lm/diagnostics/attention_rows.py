@@ -361,7 +361,7 @@ def fit_exponent(values: np.ndarray, n: np.ndarray, is_log: bool = False) -> tup
     """Fit value ~ n^exponent to each head by least squares on logarithms; returns the exponents and R^2, both
     (layers, H).
 
-    They are NaN where n spans fewer than two octaves. Values without a finite logarithm are left out.
+    Both are NaN where n spans fewer than two octaves. Values without a finite logarithm are left out.
 
     values: (N, layers, H, T), or their logarithms if `is_log`; n: (N, layers, T).
     """

@@ -206,7 +206,7 @@ def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) ->
 
 
 def bound_random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> RandomKeyBounds:
-    """Return bounds on the expected distance from the sum of `count` random keys. The arguments are those of
+    """Return Theorem 1's bounds on the expected distance from the sum of `count` random keys. Arguments are as in
     `measure_top_keys`.
     """
     n = visible.sum(-1, keepdim=True).to(weights.dtype)

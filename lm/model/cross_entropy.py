@@ -153,8 +153,8 @@ def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
-    """Return the token with the largest logit at each hidden state, (N,) int64. Precision and memory are those of
-    `token_nll`.
+    """Return the token with the largest logit at each hidden state, (N,) int64. Logits are computed in fp32 and in
+    chunks, as in `token_nll`.
     """
     return _map_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
 

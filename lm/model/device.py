@@ -87,8 +87,8 @@ def count_gpus(config: Config) -> int:
 
 
 def resolve_device(config: Config) -> tuple[str, str]:
-    """Return `cpu` or `gpu`, and the device's name. Raises ConfigError if the machine lacks a device that is asked
-    for.
+    """Return `cpu` or `gpu`, and the device's name. Raises ConfigError: the machine lacks a device that the
+    configuration asks for.
     """
     return ("gpu", torch.cuda.get_device_name(0)) if count_gpus(config) else ("cpu", "cpu")
 

@@ -41,8 +41,8 @@ def with_model(old: Decoder, model: ModelConfig, is_swap: bool) -> Decoder:
 
 
 def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
-    """Return a decoder with the weights of `old` and new normalizers, of these options (`lm.attention.options`). Their
-    parameters are set as in a swap (`with_model`).
+    """Return a decoder with the weights of `old` and new normalizers, of these options (`lm.attention.options`). The
+    new normalizers' parameters are set as in a swap (`with_model`).
     """
     return with_model(old, replace(old.config, normalizer=normalizer), is_swap=True)
 

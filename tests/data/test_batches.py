@@ -45,7 +45,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 class CountedSplit:
     """A split whose token i is i, so that sequences tell where they come from."""
 
-    take = Split.take
+    take_windows = Split.take_windows
 
     def __init__(self, sizes: list[int]):
         self.n_tokens, self.offsets = sum(sizes), np.cumsum([0, *sizes])
@@ -181,7 +181,7 @@ def test_epochs_seeds_and_stores_give_different_orders():
 def test_validation_sequences_are_spread_evenly_and_share_no_target(n_tokens: int, seq_len: int, limit: int):
     split = CountedSplit([n_tokens])
     starts = validation_starts(split, seq_len, limit)
-    batch = split.take(starts, seq_len + 1)
+    batch = split.take_windows(starts, seq_len + 1)
     assert batch.shape == (min(limit, (n_tokens - 1) // seq_len), seq_len + 1)
     assert len(np.unique(batch[:, 1:])) == batch[:, 1:].size
     if len(starts) > 1:

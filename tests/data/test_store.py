@@ -118,7 +118,7 @@ def test_take_gives_windows_across_the_borders_of_shards(sharded: tuple[Store, S
         starts = np.arange(0, split.n_tokens - length + 1, 13)[::-1]
         expected = np.stack([split_tokens(split)[start : start + length] for start in starts])
         np.testing.assert_array_equal(split.take_windows(starts, length), expected)
-        np.testing.assert_array_equal(pickle.loads(pickle.dumps(split)).take(starts, length), expected)
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(split)).take_windows(starts, length), expected)
 
 
 def test_the_fingerprint_is_that_of_stores_from_before_shards():
