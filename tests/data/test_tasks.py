@@ -230,7 +230,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_into_sentences(ki
         n_tokens=len(ids),
         longest=len(ids),
         offsets=np.array([0, len(ids)]),
-        take=lambda start, n: ids[start[0] :][None, :n],
+        take_windows=lambda start, n: ids[start[0] :][None, :n],
     )
     size = tokenizer.get_vocab_size()
     text = TaskText(SimpleNamespace(vocab_size=size, tokenizer=lambda: tokenizer, train=split, val=split))
