@@ -103,7 +103,9 @@ class HeldOutSequences:
         cls, examples: list[Example], token_bytes: np.ndarray, sources: np.ndarray | None = None
     ) -> "HeldOutSequences":
         """Return the sequences of task examples of one length. sources: index (N,) of each example's task."""
-        sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answer_mask"))
+        sequences, answers = (
+            np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answer_mask")
+        )
         return cls(sequences, token_bytes, None, sources, answers)
 
     @classmethod
