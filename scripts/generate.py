@@ -75,8 +75,9 @@ widths. Scores, thresholds and sums are in fp32 at least, whatever `trainer.prec
 of products with values, within PyTorch's fused softmax, and of scores in *tiles*. A row that is divided by a sum below
 1e-24 has weights 0.
 
-Kernels: *fused softmax* is PyTorch's (no T x T weights), where a bias of each key is one more dimension of it, in bf16
-three; *tiles* are ours, forward and backward in tiles of 256 x 256 with fp32 sums, on CUDA GPUs in a Triton kernel;
+Kernels: *fused softmax* is PyTorch's (no T x T weights), where the kernel adds a bias of each key in training on a CPU,
+and else three more dimensions of the key do; *tiles* are ours, forward and backward in tiles of 256 x 256 with fp32
+sums, on CUDA GPUs in a Triton kernel;
 *blocks of 64 queries* have a backward pass by hand; *query blocks* compute the definition for some queries at a time
 and recompute it in the backward pass: on a CPU 2^18 to 2^21 weights at a time, on a GPU 2^25 (64 bytes a weight).
 Decoding, and the last layer in training on tasks alone, take query blocks in place of tiles or *chunks* (a running

@@ -98,6 +98,17 @@ GAU = {
     "mixed-n-256": "relu^2, n = 256, mixed lengths",
     "mixed-n-sample": "relu^2, n of the sample, mixed lengths",
 }
+CHANGES_OF_2026 = {arm: ALL_NORMALIZERS[arm] for arm in ("softmax", "ssmax", "sink")} | {
+    "log_n_squared": "(ln n)^2",
+    "gate": "softmax, output gate",
+    "exclusive": "XSA",
+    "exclusive_ssmax": "XSA, SSMax",
+    "exclusive_gate": "XSA, output gate",
+    "differential_v2": "differential V2",
+    "elastic": "Elastic-Softmax",
+    "lssa": "LSSA, first stage",
+    "threshold": "thresholds, one view",
+}
 LAYER_VARIANTS = {
     "softmax": "softmax",
     "differential": "differential attention",
@@ -249,6 +260,15 @@ ALL_RESULTS = (
     TEXT_ALL,
     Overview(
         replace(TEXT_ALL, decisive_settings=tuple(LOSS_AT_256)), TEXT_ALL, RECALL_ALL, LONG_SETTINGS[1], TEXT_ALL.page
+    ),
+    Losses(
+        "text-2026",
+        "text-normalizers.md",
+        CHANGES_OF_2026,
+        baseline_pairs("softmax", CHANGES_OF_2026),
+        LOSS_AT_256 | LOSS_AT_2048,
+        matters=0.03,
+        is_ranked=True,
     ),
     Losses(
         "text-layers",

@@ -21,8 +21,9 @@ MAX_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in 
 class KeyBias(SoftmaxNormalizer):
     """Base of normalizers that are softmax of logits z plus a bias c_i - c_j of query i and key j.
 
-    c_i is the same in the whole row and cancels, so the fused kernel computes the softmax of z - c_j. -c_j is one more
-    dimension of the key, which the query multiplies by 1.
+    c_i is the same in the whole row and cancels, so the fused kernel computes the softmax of z - c_j. In training on a
+    CPU the kernel adds -c_j to the logits. Elsewhere -c_j is in more dimensions of the key, which the query multiplies
+    by 1.
     """
 
     kernel = FUSED_SOFTMAX
@@ -70,6 +71,9 @@ class ALiBiNormalizer(KeyBias):
     """
 
     schema = ALiBi
+
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return logits(q, k) + self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype)
 
     def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
         positions = layout.key_positions.to(torch.promote_types(k.dtype, torch.float32)).unsqueeze(-2)

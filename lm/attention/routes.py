@@ -66,6 +66,8 @@ def gradient_before_division(grad: Tensor, dtype: torch.dtype, output: Tensor, s
 SHORT_LENGTH = 512
 SHORT_BLOCK_QUERIES = 64  # queries of a block
 SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how many heads a block has
+# PyTorch's fused kernel on a CPU takes a mask beside `is_causal`, as the public function doesn't; None: it isn't there
+CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def fused_softmax(
@@ -84,7 +86,7 @@ def fused_softmax(
         return block_attention(q, k, v, scale, key_bias=key_bias)
     in_grad_mode = torch.is_grad_enabled()
     # PyTorch's kernel for CPUs adds a mask to logits without a gradient for it; lm's own takes no mask
-    adds_bias = key_bias is not None and causal and in_order and in_grad_mode and q.size(-1) == width
+    adds_bias = CPU_KERNEL and key_bias is not None and causal and in_order and in_grad_mode and q.size(-1) == width
     if adds_bias:
         wide_bias = key_bias.detach().to(torch.promote_types(v.dtype, torch.float32)).expand(k.shape[:3])
         mask = (wide_bias - wide_bias[..., k.size(2) // 2, None]).unsqueeze(-2).contiguous()  # others are misread
@@ -100,11 +102,12 @@ def fused_softmax(
         q, k = q.repeat_interleave(n_pieces, 1), k.repeat_interleave(n_pieces, 1)
     if mask is None and not causal:
         mask = layout.visible()
-    # the function takes no mask beside `is_causal`, but the kernel that it calls does
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu if adds_bias else F.scaled_dot_product_attention
-    output = attend(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
-    if adds_bias:
-        output = output[0]  # without the logarithms of sums
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if adds_bias:  # the kernel reads other strides of the last dimension as 1; its second result are logarithms of sums
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        output, _ = CPU_KERNEL(q, k, v, attn_mask=mask, is_causal=True, scale=scale)
+    else:
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     return output if width == size else output.unflatten(1, (-1, n_pieces)).transpose(2, 3).flatten(-2)[..., :width]
 
 
@@ -280,7 +283,7 @@ def block_attention(
     """Return causal softmax(scale q.k + key_bias) v, (B, H, T, E) in the dtype of `v`, computed by blocks of queries.
 
     The queries q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D) and v (B, H, S, E). `score_map` turns
-    scale q.k into other scores, as in `_BlockAttention`. key_bias: broadcastable to (B, H, S).
+    scale q.k into other scores, as in `_BlockAttention`. key_bias: broadcastable to (B, H, S); not with `score_map`.
     """
     wide_dtype = torch.promote_types(v.dtype, torch.float32)
     flat_tensors = (x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v))

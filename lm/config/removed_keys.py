@@ -20,6 +20,7 @@ HASHED_KEYS: dict[str, Plain] = {
     "eval.needle.finetune": {"steps": 0},
     "eval.diagnostics.by_position": False,
     "optim.on_nonfinite": "stop",
+    "model.normalizer[lssa].power": 1.0,
 }
 # {path of a key, `*` for any part of it: its default}; these keys are in no hash
 REMOVED_KEYS: dict[str, Plain] = HASHED_KEYS | {

@@ -285,7 +285,7 @@ CASES = [
     *(opt.Sigmoid(n=n) for n in LENGTHS),
     opt.Sigmoid(bias=True),
     *(opt.Threshold(n=n) for n in LENGTHS),
-    *(opt.Threshold(power=p, init=init) for p, init in ((1, 0.5), (2, 0.1))),
+    opt.Threshold(power=1, init=0.1),
     opt.Threshold(divided=False),
     *(opt.SoftplusAttention(n=n) for n in LENGTHS),
     opt.SoftplusAttention(base=5.0),
