@@ -312,7 +312,7 @@ class StickBreaking(Options):
 
 class StickBreakingNormalizer(Normalizer):
     """In stick-breaking attention (arXiv 2410.17980) each key, from the latest back, takes a fraction of the weight
-    that later keys have left. The fraction is sigmoid(z) for its logit z.
+    that later keys have left. The fraction is sigmoid(z) for the key's logit z.
 
     A query sees the keys before its own token, so a document's first query sees none and has weights 0. Use it with
     `model.position: none`.

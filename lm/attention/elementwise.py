@@ -86,7 +86,7 @@ class Relu2(Options):
 class Relu2Normalizer(ElementwiseNormalizer):
     """Squared-ReLU attention: the weight of a key with the logit z is relu(z)^2 / n (arXiv 2202.10447).
 
-    With `form: 1/n^2` it is relu(q.k / n)^2. With `n: sum` squares are divided by their sum.
+    With `form: 1/n^2` the weight is relu(q.k / n)^2. With `n: sum` the squares are divided by their sum over the keys.
     """
 
     schema = Relu2
@@ -137,7 +137,7 @@ class Sigmoid(Options):
 class SigmoidNormalizer(ShiftedNormalizer):
     """Sigmoid attention: the weight of a key with the logit z is sigmoid(z - ln n) (arXiv 2409.04431).
 
-    With the option `bias` it is sigmoid(z - ln n + b), b learned per head.
+    With the option `bias` the weight is sigmoid(z - ln n + b), b learned per head.
     """
 
     schema = Sigmoid
@@ -180,8 +180,8 @@ class Threshold(Options):
 
 
 class ThresholdNormalizer(ShiftedNormalizer):
-    """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum; z is its logit. With
-    `divided: false` it is not divided, as in the paper (arXiv 2601.12145).
+    """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum over the keys; z is the
+    key's logit. With `divided: false` weights are not divided, as in the paper (arXiv 2601.12145).
 
     The threshold grows with the n keys that a query sees, so that about as many Gaussian logits exceed it at every n.
     If no logit exceeds it, all weights are 0.
@@ -234,11 +234,12 @@ class SoftplusAttention(Options):
 
 
 class SoftplusNormalizer(DividedNormalizer):
-    """Length-scaled softplus attention (LSSA): a key's weight w is softplus(z ln n / ln m), divided by the sum. z is
-    its logit, n the row length, m the option `base`.
+    """Length-scaled softplus attention (LSSA): a key's weight w is softplus(z ln n / ln m), divided by the sum of w
+    over the keys. z is the key's logit, n the row length, m the option `base`.
 
     With `sharpening` p, weights are relu(n w - 1)^p, again divided by their sum; 1 is not subtracted up to n = 3, as in
-    the paper. There n is the number of keys in sight, whatever the option `n` says: 1 / n is the mean weight.
+    the paper. In relu(n w - 1)^p, n is the number of keys that the query sees, whatever the option `n` says: 1 / n is
+    the mean weight.
     """
 
     schema = SoftplusAttention

@@ -114,7 +114,7 @@ class Normalizer(torch.nn.Module, ABC):
     def log_decay(self, reference: Tensor) -> Tensor:
         """Return ln of each head's factor on weights per token of distance, (H,) in the dtype of `reference`.
 
-        It is negative, or 0 for a head without decay.
+        The logarithm is negative, or 0 for a head without decay.
         """
         return reference.new_zeros(self.layer.n_head)
 
@@ -192,7 +192,7 @@ class Normalizer(torch.nn.Module, ABC):
         """Return ln Z, (B, H, T), where Z sums the unnormalized weights of the keys that a query sees, even if weights
         are not divided by Z.
 
-        It is NaN where Z < 0. It is None if weights have no unnormalized form, as where a threshold depends on all
+        ln Z is NaN where Z < 0. Return None if weights have no unnormalized form, as where a threshold depends on all
         scores.
         """
         return None

@@ -269,7 +269,7 @@ class GAUBlock:
         return self.key_size
 
     def value_dims(self, model: "ModelConfig") -> int:
-        """Return the number of dimensions of the values, which is also that of the gate."""
+        """Return the number of dimensions of the values, which the gate has, too."""
         return int(self.expansion * model.n_embd)
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool]:
@@ -410,7 +410,7 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Return the number of key and value heads, which is smaller than that of query heads with grouped queries."""
+        """Return the number of key and value heads: with grouped queries, fewer than the query heads."""
         return self.n_kv_head or self.n_head
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from lm.attention.catalogue import ENTRIES, NORMALIZERS
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options, label_text
-from lm.config.schema import build_block, cross_key_problems, fields, variant
+from lm.config.schema import build_block, cross_key_problems, typed_fields, variant
 from lm.config.yaml_text import yaml_flow
 from lm.errors import PluginUnavailable, Problem, yaml_scalar
 from lm.plain import Plain, to_plain
@@ -92,7 +92,7 @@ def change_options(options: Options, changes: Mapping[str, Plain], path: str, pr
     """
     if isinstance(options, LayerList):
         return LayerList([change_options(layer, changes, path, problems) for layer in options.of])
-    names = {spec.name for spec in fields(type(options))}
+    names = {spec.name for spec in typed_fields(type(options))}
     overrides = {option: value for option, value in changes.items() if option in names}
     violations = [
         Problem(f"{path}.{option}", overrides[option], reason)

@@ -10,7 +10,7 @@ from dataclasses import Field
 
 from lm.attention.catalogue import ENTRIES, normalizer_class
 from lm.config.normalizers import Catalogue, LayerList
-from lm.config.schema import effect_at, fields, limits_text
+from lm.config.schema import effect_at, limits_text, typed_fields
 from lm.config.tree import Config
 from lm.config.yaml_text import yaml_flow
 from lm.plain import Plain, field_default, join_path, to_plain, type_name
@@ -27,7 +27,7 @@ def reference_rows(schema: type, path: str = "") -> tuple[tuple[str, str, str, s
 
 def _reference_rows(schema: type, path: str, path_by_class: dict[type, str]) -> Iterator[tuple[str, str, str, str]]:
     """Yield the rows of `reference_rows`. `path_by_class` maps each dataclass that has been described to its path."""
-    for spec in fields(schema):
+    for spec in typed_fields(schema):
         if not spec.metadata.get("by_user", True):
             continue
         blocks, default = spec.metadata.get("blocks", {}), spec.metadata.get("default")
@@ -138,7 +138,7 @@ def _block_schema(schema: type, definitions: dict[str, JsonSchema]) -> JsonSchem
     if title not in definitions:
         definitions[title] = {}  # for a block that contains itself
         properties = {"name": {"const": schema.name}} if hasattr(schema, "name") else {}
-        for spec in fields(schema):
+        for spec in typed_fields(schema):
             properties[spec.name] = {"description": spec.metadata["help"], **_field_schema(spec, definitions)}
         definitions[title] = {"type": "object", "properties": properties, "additionalProperties": False}
     return {"$ref": f"#/$defs/{title}"}
@@ -166,7 +166,7 @@ def _field_schema(spec: Field, definitions: dict[str, JsonSchema]) -> JsonSchema
 
 
 def _type_schema(hint: type, limits: dict[str, float]) -> JsonSchema:
-    """Return the JSON Schema of a value of type `hint`. Its numbers, also those in a list or map, must be within
+    """Return the JSON Schema of a value of type `hint`. Numbers in the value, also in a list or map, must be within
     `limits`.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

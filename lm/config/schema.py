@@ -24,7 +24,7 @@ BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", opera
 
 
 @functools.cache  # each configuration needs the fields of a class many times
-def fields(schema: type) -> tuple[Field, ...]:
+def typed_fields(schema: type) -> tuple[Field, ...]:
     """Return a dataclass's fields. Their `type` is a type, not text, even under `from __future__ import
     annotations`.
     """
@@ -96,7 +96,7 @@ def fields_at(schema: type, path: str) -> list[Field]:
     """
     specs, schemas, is_choice = [], [schema], False
     for name in path.split("."):
-        matches = (spec for block in schemas for spec in fields(block) if spec.name == name.partition("[")[0])
+        matches = (spec for block in schemas for spec in typed_fields(block) if spec.name == name.partition("[")[0])
         if (spec := next(matches, None)) is None:
             return specs if is_choice else []
         specs.append(spec)
@@ -109,8 +109,8 @@ def fields_at(schema: type, path: str) -> list[Field]:
 def effect_at(schema: type, path: str) -> Effect | None:
     """Return the effect of the key at the dotted `path`; None if `schema` has no such key.
 
-    A path into a key's plain data has the key's effect. An option of a plugin has its block's effect. A field that
-    declares `affects` without `on_resume` has `same` for model, training and seed, else `free`.
+    A path into a key's plain data has the key's effect. An option of a plugin has the effect of the plugin's block. If
+    a field declares `affects` alone, `on_resume` is `same` where model, training or seed is affected, else `free`.
     """
     specs, entries = fields_at(schema, path), {}
     for changes in (spec.metadata["effect"] or {} for spec in specs):
@@ -129,7 +129,7 @@ def build_block(schema: type, data: Plain, path: str, problems: list[Problem], c
         path: the block's path, which begins the paths of problems.
         choices: {name: dataclass} from which the block's name selected `schema`, for advice on keys of other choices.
     """
-    specs, values = {spec.name: spec for spec in fields(schema)}, {}
+    specs, values = {spec.name: spec for spec in typed_fields(schema)}, {}
     if not isinstance(data, Mapping):
         problems.append(Problem(path, data, "must be a block of keys", f"keys: {', '.join(specs)}"))
         return schema()
@@ -164,14 +164,14 @@ def _key_advice(schema: type, name: str, choices: BlockClasses, path: str) -> st
     found_paths = [join_path(path, inner) for inner in paths if inner.rpartition(".")[2] in match]
     if match and match[0] not in paths and len(found_paths) <= 3:
         return f"did you mean {' or '.join(found_paths)}?"
-    return suggest(name, [spec.name for spec in fields(schema)])
+    return suggest(name, [spec.name for spec in typed_fields(schema)])
 
 
 def _key_paths(schema: type) -> Iterator[str]:
     """Yield the path of each key of `schema` that a user may set. Keys of nested blocks count, those in lists and maps
     of blocks do not.
     """
-    for spec in fields(schema):
+    for spec in typed_fields(schema):
         yield spec.name
         if not isinstance(spec.metadata.get("default"), list | dict) and spec.metadata.get("by_user", True):
             for block in spec.metadata.get("blocks", {}).values():
@@ -260,7 +260,7 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
     """
     own_problems = getattr(block, "problems", list)()
     problems = [replace(problem, path=join_path(path, problem.path)) for problem in own_problems]
-    for spec in fields(type(block)):
+    for spec in typed_fields(type(block)):
         for item_path, item in child_items(getattr(block, spec.name), join_path(path, spec.name)):
             problems += cross_key_problems(item, item_path) if is_dataclass(item) else []
     return problems

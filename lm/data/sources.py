@@ -153,8 +153,8 @@ def _hub_documents(source: HubSource, vocabulary: None) -> Documents:
 def streamed_documents(source: HubSource, path: Path) -> Documents:
     """Yield a streamed source's documents and their locations.
 
-    The first call downloads them and writes them to the file `path`, which appears when it is complete. It also writes
-    the errors of rows that can't be read. Later calls read the file.
+    The first call downloads the documents and writes them to the file `path`, which appears when it is complete. The
+    file also holds the errors of rows that can't be read. Later calls read the file.
     """
     if path.exists():
         with gzip.open(path) as stream:

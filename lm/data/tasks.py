@@ -100,8 +100,8 @@ class Draw:
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
     def accepts(self, *contents: int) -> bool:
-        """Return whether `contents`, e.g. keys, belong to this subset. Their hash decides: 1 in `TEST_DIVISOR` contents
-        is for test, the rest for training.
+        """Return whether `contents`, e.g. keys, belong to this subset. The hash of the contents decides: 1 in
+        `TEST_DIVISOR` contents is for test, the rest for training.
         """
         return (integer_hash(contents) % TEST_DIVISOR == 0) == (self.subset == "test")
 
@@ -329,7 +329,7 @@ GENERATORS: dict[type[Task], Callable[[Task, Draw, int, TaskText | None], Exampl
 def make_example(
     task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: TaskText | None = None
 ) -> Example:
-    """Make sequence `index` of a task. It depends on the arguments alone, and is the same on any machine.
+    """Make sequence `index` of a task. The sequence depends on the arguments alone, and is the same on any machine.
 
     Args:
         length: number of predicted tokens; the sequence has one more token.

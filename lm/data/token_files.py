@@ -31,8 +31,8 @@ from lm.files import FileHashes, expand_home
 from lm.plain import Plain
 
 TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
-_BLOCK_IDS = 2**22  # ids of a file that are searched together
-_CHECKED_IDS = 2**12  # ids of a document whose decoded text is checked
+_IDS_PER_BLOCK = 2**22  # ids of a file that are searched together
+_MAX_CHECKED_IDS = 2**12  # ids of a document whose decoded text is checked
 # The first bytes of files of other formats; a .bin file of nanoGPT has ids alone.
 OTHER_FORMATS = {
     b"\x93NUMPY": "an array of np.save; write its ids alone: np.load(PATH).astype('<u2').tofile(PATH)",
@@ -99,7 +99,7 @@ class Vocabulary:
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
             raise UnreadableError(f"{location}: {reason}; {remedy}")
         if not self.is_decoder_checked and len(document) > 1:
-            self._check_decoder(document[:_CHECKED_IDS], location)
+            self._check_decoder(document[:_MAX_CHECKED_IDS], location)
         return document
 
     def _check_decoder(self, ids: np.ndarray, location: str) -> None:
@@ -212,7 +212,7 @@ def _read_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Do
     if size % 2:
         raise UnreadableError(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")
-    low_halves, high_halves = ids[:_BLOCK_IDS:2], ids[1:_BLOCK_IDS:2]
+    low_halves, high_halves = ids[:_IDS_PER_BLOCK:2], ids[1:_IDS_PER_BLOCK:2]
     if size % 4 == 0 and len(high_halves) >= 64 and high_halves.max() < 16 <= low_halves.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
         raise UnreadableError(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
@@ -242,8 +242,8 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_of
     """
     begin = number = 0
     borders = (
-        start + np.flatnonzero(ids[start : start + _BLOCK_IDS] == vocabulary.end_of_text_id)
-        for start in range(0, len(ids), _BLOCK_IDS)
+        start + np.flatnonzero(ids[start : start + _IDS_PER_BLOCK] == vocabulary.end_of_text_id)
+        for start in range(0, len(ids), _IDS_PER_BLOCK)
     )
     for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
         if end > begin:

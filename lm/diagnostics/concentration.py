@@ -28,7 +28,7 @@ def effective_keys(rows: AttentionRows) -> Tensor:
 def entropy(rows: AttentionRows) -> Tensor | None:
     """Return the entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a.
 
-    It is NaN for rows with a negative weight. It is None for normalizers whose weights do not sum to one.
+    The entropy is NaN for rows with a negative weight. Return None for normalizers whose weights do not sum to one.
     """
     if not rows.normalizer.options.rows_sum_to_one:
         return None

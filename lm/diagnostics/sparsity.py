@@ -231,7 +231,7 @@ def is_condensed(rows: AttentionRows) -> Tensor | None:
     """Return 1 for queries whose scores have a standard deviation std above sqrt(ln n / 2), else 0, (H, T). For these
     queries the sparsity S of weights e^score is larger than `exp_sparsity`.
 
-    It is None for other weights. E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is 2 std
+    Return None for other weights. E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is 2 std
     standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std
     > sqrt(ln n / 2), n keys thus lack the scores that make up this expectation, and S stays above its closed form.
     """
@@ -242,7 +242,7 @@ def sparsity_difference(rows: AttentionRows) -> Tensor | None:
     """Return the sparsity S of each query's weights minus the S that a closed form predicts from the moments of its
     scores, (H, T).
 
-    It is None for a normalizer whose S has no closed form.
+    Return None for a normalizer whose S has no closed form.
     """
     expected_sparsity = closed_form_sparsity(rows)
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity

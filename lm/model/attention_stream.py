@@ -1,4 +1,4 @@
-"""This module yields the attention of a decoder on a batch, layer by layer and some queries at a time. So it never
+"""This module yields the attention of a decoder on a batch, layer by layer and some queries at a time. So memory never
 holds all weights of long sequences.
 
 Shapes: B sequences, T queries, S keys, H heads, D head size, E width of a head's values, C width of the model.

@@ -74,8 +74,8 @@ class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` of the last dimension, made faster on CPUs, where torch has no kernel for it and
     differentiates it step by step.
 
-    Outputs and gradients equal torch's bit for bit. If x has several uses, autograd adds their gradients in another
-    order.
+    Outputs and gradients equal torch's bit for bit. Where x is used several times, autograd adds the uses' gradients in
+    another order.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from conftest import ROOT
 from lm.config.load import load_config, nest_keys, parse_config, read_overrides
 from lm.config.reference import reference_rows
 from lm.config.removed_keys import REMOVED_KEYS, drop_removed_keys
-from lm.config.schema import fields
+from lm.config.schema import typed_fields
 from lm.config.tree import Config, canonical_config
 from lm.errors import ConfigError
 from lm.plain import Plain, flatten, to_plain
 
 GENERATED = ("config.md", "normalizers.md")  # each lists all keys
-ROOTS = [spec.name for spec in fields(Config)]
+ROOTS = [spec.name for spec in typed_fields(Config)]
 
 
 def mappings(plain: Plain) -> Iterator[Plain]:
