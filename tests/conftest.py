@@ -25,7 +25,7 @@ from lm.cli import main
 from lm.config.data_config import DataConfig
 from lm.config.load import load_config
 from lm.config.tree import Config
-from lm.experiments.loop import Children, Devices
+from lm.experiments.loop import ChildProcesses, Devices
 from lm.experiments.procedure import Run
 
 ROOT = Path(__file__).parent.parent
@@ -131,7 +131,7 @@ class InlineExecutor(Executor):
 def runs_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call the `lm` commands of an experiment's runs in this process, which need not import torch again."""
 
-    def execute(self: Children, run: Run, command: list[str], devices: Devices | None) -> int:
+    def execute(self: ChildProcesses, run: Run, command: list[str], devices: Devices | None) -> int:
         output = run.log_file()
         output.parent.mkdir(parents=True, exist_ok=True)
         result = lm(*command)
@@ -139,7 +139,7 @@ def runs_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return result.returncode
 
     monkeypatch.setattr("lm.experiments.loop.ThreadPoolExecutor", InlineExecutor)
-    monkeypatch.setattr(Children, "_execute", execute)
+    monkeypatch.setattr(ChildProcesses, "_execute", execute)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lm.evaluation.evaluation_kind import rows, units_frame
+from lm.evaluation.evaluation_kind import metric_rows, units_frame
 from lm.evaluation.held_out import Validation
 from lm.experiments.loop import ExperimentTrainer
 from lm.experiments.page import experiment_files
@@ -58,7 +58,7 @@ def write_validation(
 def validation_frame(losses: np.ndarray, unigram: float = 9.0, units: pd.DataFrame | None = None) -> pd.DataFrame:
     """Return the rows of a validation with the given losses of units; by default of documents, one sequence each."""
     units = units_frame("held-out", np.arange(len(losses)), None, FINGERPRINT) if units is None else units
-    return rows(replace(Validation.logged_metrics[0], references=((UNIGRAM, unigram),)), losses[:, None], units)
+    return metric_rows(replace(Validation.logged_metrics[0], references=((UNIGRAM, unigram),)), losses[:, None], units)
 
 
 def write_frame(run: Run, kind: str, step: int, frame: pd.DataFrame, asked: dict[str, Plain] | None = None) -> None:

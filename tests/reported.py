@@ -15,7 +15,7 @@ from manifests import record_files
 
 from lm.config import load as configuration
 from lm.evaluation.answers import ACCURACY, rows_by_length
-from lm.evaluation.evaluation_kind import rows, units_frame
+from lm.evaluation.evaluation_kind import metric_rows, units_frame
 from lm.evaluation.held_out import LongContext, Validation
 from lm.report.comparison import ArmComparison, Difference, compare_runs
 from lm.report.comparison_pictures import drawn_runs
@@ -118,7 +118,9 @@ def build_run(
             lines[-1] |= {"val/loss": nll.mean(), "val/bits_per_byte": nll.mean() / 2.9}
         documents = np.arange(128) // 8
         units = units_frame(tokens, documents, np.full(128, 256), fingerprint)
-        frame = pd.concat([validation_frame(nll, 6.31, units), rows(Validation.logged_metrics[2], nll.mean() / 2.9)])
+        frame = pd.concat(
+            [validation_frame(nll, 6.31, units), metric_rows(Validation.logged_metrics[2], nll.mean() / 2.9)]
+        )
         write_rows(folder, "validation", frame, seq_len, steps, fingerprint)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(json_value(line)) + "\n" for line in lines))
     if "long_context" in evaluations:
@@ -142,7 +144,7 @@ def build_run(
             )
             buckets = np.stack([by_sequence[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
             setting = "as trained" if factor == 1 else "theta x 50"
-            blocks.append(rows(about, buckets, units, edges[:-1].tolist(), edges[1:].tolist(), setting=setting))
+            blocks.append(metric_rows(about, buckets, units, edges[:-1].tolist(), edges[1:].tolist(), setting=setting))
         write_rows(folder, "long_context", pd.concat(blocks), seq_len, steps, fingerprint)
     if asked:
         write_answers(folder, asked, seq_len)

@@ -22,7 +22,9 @@ Baseline = Annotated[
     str | None,
     typer.Option(help="the arm that the others are compared with: its label or one of its runs [default: the first]"),
 ]
-Metric = Annotated[str, typer.Option(help="metric to judge, if the column metric has several; or the column of values")]
+MetricName = Annotated[
+    str, typer.Option(help="metric to judge, if the column metric has several; or the column of values")
+]
 RowCondition = Annotated[str, typer.Option(metavar="CONDITION", help="rows to take, e.g. x == 2048")]
 ArmColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of arms")]
 SeedColumn = Annotated[str, typer.Option(metavar="COLUMN", help="the column of seeds")]
@@ -104,7 +106,7 @@ def judge(
         typer.Option(help="which direction is better [default: as the column better says, else lower]"),
     ] = None,
     matters: Annotated[float, typer.Option(help="smallest difference of interest, in the metric's unit")] = 0.01,
-    metric: Metric = "",
+    metric: MetricName = "",
     where: RowCondition = "",
     arm: ArmColumn = "arm",
     seed: SeedColumn = "seed",
@@ -156,7 +158,7 @@ def noise(
     difference: Annotated[
         float | None, typer.Option(min=0, help="print how many seeds detect this difference, in the metric's unit")
     ] = None,
-    metric: Metric = "",
+    metric: MetricName = "",
     where: RowCondition = "",
     arm: ArmColumn = "arm",
     seed: SeedColumn = "seed",

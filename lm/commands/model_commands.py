@@ -30,7 +30,7 @@ RunsAndOverrides = Annotated[
         "eval.sequences=512",
     ),
 ]
-Normalizer = Annotated[
+NormalizerName = Annotated[
     str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true")
 ]
 InitialValues = Annotated[
@@ -127,7 +127,7 @@ def diagnose(
 
 def swap(
     source: ModelSource,
-    to: Normalizer,
+    to: NormalizerName,
     out: NewFolder,
     arguments: Annotated[
         list[str] | None,
@@ -151,7 +151,7 @@ def swap(
     files, overrides = paths_and_overrides(arguments or [])
     result = swap_run(source, checkpoint, to, init, out, overrides, files)
     print(*result.model_lines, sep="\n")
-    print_results([EvaluationResult(out, result.evaluation, cached=False)], result.path)
+    print_results([EvaluationResult(out, result.evaluation, is_cached=False)], result.path)
     print(*result.notes, sep="\n")
     if result.warning:
         print(result.warning, file=sys.stderr)

@@ -26,7 +26,7 @@ from lm.data.store import Store
 from lm.data.tasks import TaskError, TaskText, check_task, make_example
 from lm.diagnostics.attention_rows import HEAD_AXIS
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, rows, tokens_sha256, units_frame
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_rows, tokens_sha256, units_frame
 from lm.evaluation.held_out import LENGTH_AXIS, measure_sequences, metric_for_settings, setting_labels
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
@@ -123,9 +123,10 @@ def accuracy_metric(metric: Metric, questions: int, chance: float | None, option
 
 
 def rows_by_length(metric: Metric, lengths: list[int], samples: Sequence[UnitValues], **fields: str) -> pd.DataFrame:
-    """Return the rows of a metric that was measured at each of `lengths`. fields: `task` and `setting` of `rows`."""
+    """Return the rows of a metric that was measured at each of `lengths`. fields: `task` and `setting`, as for
+    `metric_rows`."""
     points = zip(samples, lengths, strict=True)
-    return pd.concat(rows(metric, *sample, [length], **fields) for sample, length in points)
+    return pd.concat(metric_rows(metric, *sample, [length], **fields) for sample, length in points)
 
 
 class Recall(AnswerMeasurement):
@@ -388,7 +389,7 @@ class NeedleMeasurement(AnswerMeasurement):
             options=json.dumps({"length": length, "depth": NEEDLE_DEPTH}),
         )  # fmt: skip
         for layer, values in enumerate(weights.swapaxes(0, 1).astype(float)):
-            yield rows(
+            yield metric_rows(
                 metric, values, _trial_units(questions), [*range(shape[1])], task=f"layer {layer}", setting=setting
             )
 

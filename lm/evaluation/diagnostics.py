@@ -33,7 +33,7 @@ from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
 from lm.diagnostics.sparsity import sparsity_statistics
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, rows, units_frame
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_rows, units_frame
 from lm.evaluation.held_out import evenly_spaced_sequences, measure_sequences, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -205,9 +205,9 @@ def _statistic_rows(
         if count.any():
             units = units_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
             means = np.where(count, nan_mean(array, (1, 2, 3)), 0.0)[:, None]
-            yield rows(replace(document_metric, name=log_name), means, units, setting=model)
+            yield metric_rows(replace(document_metric, name=log_name), means, units, setting=model)
         else:
-            yield rows(replace(head_metric, name=log_name), nan_mean(array), setting=model)
+            yield metric_rows(replace(head_metric, name=log_name), nan_mean(array), setting=model)
         if has_curve and statistic.has_exponent:
             n = np.where(values_by_model[model].n <= train_length, values_by_model[model].n, np.nan)
             b, r_squared = fit_exponent(array, n, statistic.is_log)
@@ -217,15 +217,17 @@ def _statistic_rows(
                     (exponent_metric, b),
                     (replace(exponent_metric, quantity=f"R^2 of the {exponent_metric.quantity}"), r_squared),
                 ]
-                yield rows(exponent_metric, nan_mean(b), setting=model)
+                yield metric_rows(exponent_metric, nan_mean(b), setting=model)
         curve = replace(document_metric, axis=VISIBLE_KEYS_AXIS, **(reported if statistic.in_reports else {}))
         units, n = held_out.units(fingerprint), values_by_model[model].n[:, :, None]
         for first, last in bins:
             means = nan_mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))
             x = [float(round(math.sqrt(first * last)))]
-            yield rows(curve, np.nan_to_num(means)[:, None], point, x, setting=model)
+            yield metric_rows(curve, np.nan_to_num(means)[:, None], point, x, setting=model)
         for metric, layer_values in by_head:
             for layer, head_values in enumerate(layer_values):
                 heads = [*range(len(head_values))]
-                yield rows(replace(metric, axis=HEAD_AXIS), head_values, x=heads, task=f"layer {layer}", setting=model)
+                yield metric_rows(
+                    replace(metric, axis=HEAD_AXIS), head_values, x=heads, task=f"layer {layer}", setting=model
+                )

@@ -21,7 +21,7 @@ import torch
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
-from lm.evaluation.evaluation_kind import Measurement, rows, units_frame
+from lm.evaluation.evaluation_kind import Measurement, metric_rows, units_frame
 from lm.files import expand_home
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum
@@ -142,7 +142,7 @@ class DownstreamTasks(Measurement):
                 measured_on="documents of downstream tasks", amount=f"{len(answers):,} of {task}{cut_note}",
             )  # fmt: skip
             measured = (values[:, None], units) if by_document else (float(mean),)
-            yield rows(lm_metric, *measured, task=task)
+            yield metric_rows(lm_metric, *measured, task=task)
 
 
 def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:

@@ -127,7 +127,7 @@ class HeldOutSequences:
 def units_frame(
     sha256: str, groups: np.ndarray, weights: np.ndarray | None = None, fingerprint: str = ""
 ) -> pd.DataFrame:
-    """Return the units of a measurement, such as sequences or questions, one row each (for `rows`).
+    """Return the units of a measurement, such as sequences or questions, one row each (for `metric_rows`).
 
     Args:
         sha256: SHA-256 of the sequences.
@@ -142,7 +142,7 @@ def units_frame(
     return pd.DataFrame(columns | {"weight": weights})
 
 
-def rows(
+def metric_rows(
     metric: Metric,
     values: np.ndarray | float,
     units: pd.DataFrame | None = None,
@@ -259,7 +259,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
-        """Measure a decoder and return blocks of rows (`rows`). All ranks call this method.
+        """Measure a decoder and return blocks of rows (`metric_rows`). All ranks call this method.
 
         It changes neither the decoder nor the random state.
         """

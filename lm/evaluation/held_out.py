@@ -20,7 +20,7 @@ from lm.data.sources import source_labels as source_labels
 from lm.data.store import TOKENIZER, Store
 from lm.data.tasks import STORE_SEED, NoRoom, make_example
 from lm.errors import ConfigError, DataError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, rows
+from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_rows
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
@@ -165,8 +165,8 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
 
 
 def position_bucket_columns(held_out: HeldOutSequences, values: np.ndarray, seq_len: int) -> dict[str, object]:
-    """Return arguments of `rows` for `values` (N, length): each sequence's mean in each bucket of positions, and the
-    buckets.
+    """Return arguments of `metric_rows` for `values` (N, length): each sequence's mean in each bucket of positions, and
+    where the buckets start and end.
     """
     edges = bucket_edges(seq_len, held_out.length)
     by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
@@ -269,12 +269,12 @@ class Validation(Measurement):
         units = sequences.units(self.fingerprint, counts=True)
         loss, part_loss, bits = self.logged_metrics
         amount = sequences.size_text + ", nats per token of the answers" * data.symbolic
-        blocks = [rows(replace(loss, amount=amount, references=unigram_level(self.store, data)), means, units)]
+        blocks = [metric_rows(replace(loss, amount=amount, references=unigram_level(self.store, data)), means, units)]
         if not data.symbolic:
-            blocks.append(rows(replace(bits, amount=amount), bits_per_byte(nll, sequences)))
+            blocks.append(metric_rows(replace(bits, amount=amount), bits_per_byte(nll, sequences)))
         for number, name in enumerate(self.part_names(self.config)):
             if (part := sequences.sources == number).any():
-                blocks.append(rows(part_loss, means[part], units[part], task=name))
+                blocks.append(metric_rows(part_loss, means[part], units[part], task=name))
         return blocks
 
 
@@ -331,7 +331,7 @@ class OtherTexts(Measurement):
                 (loss, sequences.sequence_means(nll), units),
                 (bits, bits_per_byte(nll, sequences)),
             ):
-                blocks.append(rows(replace(metric, amount=sequences.size_text), *values, task=name))
+                blocks.append(metric_rows(replace(metric, amount=sequences.size_text), *values, task=name))
         return blocks
 
 
@@ -362,9 +362,9 @@ class LongContext(Measurement):
         for label, model in self.inference_models(decoder):
             nll = nll_by_token(model, sequences, device)
             columns = position_bucket_columns(sequences, nll, self.config.data.seq_len)
-            blocks.append(rows(metric, units=units, setting=label, **columns))
+            blocks.append(metric_rows(metric, units=units, setting=label, **columns))
             bits = Metric(better="lower", quantity="bits per byte")
-            blocks.append(rows(bits, bits_per_byte(nll, sequences), setting=label))
+            blocks.append(metric_rows(bits, bits_per_byte(nll, sequences), setting=label))
         return blocks
 
 
@@ -414,7 +414,7 @@ class LossByLength(Measurement):
         for label, model in self.inference_models(decoder):
             losses = [nll_by_token(model, cut, device) for cut in self.held_out]
             by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
-            blocks.append(rows(metric, np.stack(by_stretch, 1), units, self.lengths, setting=label))
+            blocks.append(metric_rows(metric, np.stack(by_stretch, 1), units, self.lengths, setting=label))
         return blocks
 
 
@@ -495,7 +495,7 @@ class SwapMeasurement(Measurement):
                 (*self.logged_metrics, self._loss_change), (before, after, kl, after - before), strict=True
             ):
                 swap_metric = replace(metric, amount=amount)
-                block = rows(swap_metric, sequences.sequence_means(values), units, [length])
+                block = metric_rows(swap_metric, sequences.sequence_means(values), units, [length])
                 blocks.append(block if length == logged_length else block.assign(metric=metric.quantity))
         return blocks
 

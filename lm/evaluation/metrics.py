@@ -14,7 +14,7 @@ from lm.errors import ConfigError, Problem, suggest
 from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
-from lm.evaluation.evaluation_kind import Measurement, rows, units_frame
+from lm.evaluation.evaluation_kind import Measurement, metric_rows, units_frame
 from lm.evaluation.held_out import LongContext, LossByLength, OtherTexts, SwapMeasurement, Validation
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -53,7 +53,7 @@ class CallbackMeasurement(Measurement):
         for name, value in self.values.items():
             # one value, which pairs with that of another run
             units = units_frame(hashlib.sha256(name.encode()).hexdigest(), np.zeros(1, int))
-            blocks.append(rows(replace(metric, quantity=name), np.array([[value]]), units))
+            blocks.append(metric_rows(replace(metric, quantity=name), np.array([[value]]), units))
         return blocks
 
 

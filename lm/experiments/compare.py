@@ -373,7 +373,7 @@ def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
     vocab_size = expected_vocab_size(experiment.first_config.data)
     for size, arm in experiment.size_arms if vocab_size else ():
         config = experiment.example_config(size, arm)
-        first_step = arm.branch_step or 0 if arm.trained else config.trainer.max_steps
+        first_step = arm.branch_step or 0 if arm.is_trained else config.trainer.max_steps
         costs_of_arms[size, arm.name] = cost(config, vocab_size, first_step)
     return costs_of_arms
 

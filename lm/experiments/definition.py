@@ -25,13 +25,13 @@ from lm.data.prepare import expected_vocab_size
 from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import find_metric
 from lm.experiments.judging import PrimaryMetric, Rate, SizeArm
-from lm.experiments.run_outcome import SELECTION, OptionsByKind, read_tuning_table
+from lm.experiments.run_outcome import SELECTION_METRIC, OptionsByKind, read_tuning_table
 from lm.files import expand_home, plain_sha256
 from lm.model.spec import count_steps
 from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.evaluations import Metric
-from lm.runs.folder import CHECKPOINTS, SWAPPED, checkpoint_path
+from lm.runs.folder import CHECKPOINTS, SWAPPED_FOLDER, checkpoint_path
 
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 _SEEDS_REMEDY = "the runs that choose a rate must not judge it"
@@ -42,7 +42,7 @@ _STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
 # configuration keys that the experiment sets in each run
 _EXPERIMENT_KEYS = ("seed", "data.seed", "name")
 _EXPERIMENT_KEYS += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
-_RESERVED_NAMES = ("logs", "report", SWAPPED, "workers")  # folders beside those of sizes, which have other names
+_RESERVED_NAMES = ("logs", "report", SWAPPED_FOLDER, "workers")  # folders beside those of sizes, which have other names
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Arm:
     changes: dict[str, Plain]  # how the arm's configuration differs from the base
     source: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
-    trained: bool = True  # False: the swapped weights are measured without further training
+    is_trained: bool = True  # False: the swapped weights are measured without further training
     # the step of `source` at which the arm branches off, with optimizer state and position in the data; None: no branch
     branch_step: int | None = None
 
     @property
     def is_tuned(self) -> bool:
         """Return whether the arm gets its own learning rate; if not, it has the rate of the arm that it starts from."""
-        return self.trained and self.branch_step is None
+        return self.is_trained and self.branch_step is None
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Experiment:
     @property
     def choice_metric(self) -> str:
         """Return the name, in tables, of the metric by which learning rates are chosen."""
-        return SELECTION if self.tune.metric == SELECTION else self.primary.metric
+        return SELECTION_METRIC if self.tune.metric == SELECTION_METRIC else self.primary.metric
 
     @property
     def choice_sign(self) -> int:
@@ -215,7 +215,7 @@ class Experiment:
         config = self.config(size, arm, seed, rate, {"runs": str(folder), "name": "run"})
         value = "" if rate is None else f"{rate:g}"
         stem = "-".join(filter(None, (arm.name, value, f"seed{seed}")))
-        if source and arm.swap and arm.trained:
+        if source and arm.swap and arm.is_trained:
             options, defaults = (to_plain(part) for part in (config.model.normalizer, type(config.model.normalizer)()))
             option_words = [
                 f"{key}={value}"
@@ -223,7 +223,9 @@ class Experiment:
                 if key not in ("name", "init") and value != defaults.get(key)
             ]
             words = " ".join([source.name, str(arm.swap), *option_words])
-            start["init_from"] = str(folder / SWAPPED / f"{stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}")
+            start["init_from"] = str(
+                folder / SWAPPED_FOLDER / f"{stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+            )
         elif source and arm.branch_step is not None:
             start["branch_from"] = str(checkpoint_path(source.run_folder / CHECKPOINTS, arm.branch_step))
             start["init_from"] = source.init_from
@@ -268,7 +270,7 @@ class Experiment:
         kind."""
         (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kinds
         steps = config.trainer.max_steps
-        due_kinds = [kind for kind in wanted_kinds if not arm.trained or kinds[kind].is_due(steps, steps)]
+        due_kinds = [kind for kind in wanted_kinds if not arm.is_trained or kinds[kind].is_due(steps, steps)]
         own_options = {kind: config.eval.measurement_options(kind) for kind in ("validation", *kinds)}
         return due_kinds, self.required_options.get((size, arm.name), {}), own_options
 
@@ -311,7 +313,7 @@ def present_plan(experiment: Experiment) -> dict[str, dict]:
         rows = sorted(experiment.table.to_csv(index=False).splitlines())
         shared["tune.table"] = f"{experiment.tune.table} {plain_sha256(rows)[:8]}"
     for size, arm in experiment.size_arms:
-        start_keys = {"swap": arm.swap and vars(arm.swap), "train": arm.trained, "step": arm.branch_step}
+        start_keys = {"swap": arm.swap and vars(arm.swap), "train": arm.is_trained, "step": arm.branch_step}
         keys = deciding_keys(to_plain(experiment.config(size, arm, 0, None, {"name": "any"})))
         arms[size_name(size, arm.name)] = keys | ({"from": arm.source} | start_keys if arm.source else {})
     return {"shared": shared, "arms": arms}

@@ -20,7 +20,7 @@ from lm.statistics.verdicts import (
     MAX_SEEDS,
     MIN_SEEDS,
     POWER,
-    UNTUNED,
+    UNTUNED_OBSTACLE,
     Comparison,
     Obstacle,
     Verdict,
@@ -30,9 +30,9 @@ from lm.statistics.verdicts import (
     verdicts,
 )
 
-FINISHED, UNFINISHED, DIVERGED = RUN_STATES = "finished", "unfinished", "diverged"
+FINISHED, UNFINISHED, DIVERGED_KEY = RUN_STATES = "finished", "unfinished", "diverged"
 # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
-INTERVALS = ("difference", "alone")
+INTERVAL_KEYS = ("difference", "alone")
 MAX_PRINTED = 500  # lines of a table that a terminal shows
 NOISE_SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which `measure_noise` gives the smallest difference
 RUN_KEY = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
@@ -182,7 +182,9 @@ class Judgement:
         verdict."""
         question, rates, baseline = self.question, self.question.rates[size], self.question.arms[0]
         if rates is None or not {arm, baseline} <= rates.keys():
-            return Comparison((), obstacle=UNTUNED if rates is not None else _incomplete_words(0, len(question.seeds)))
+            return Comparison(
+                (), obstacle=UNTUNED_OBSTACLE if rates is not None else _incomplete_words(0, len(question.seeds))
+            )
         pair = rates[arm], rates[baseline]
         arm_runs, baseline_runs = self._runs_at_all_rates(size, arm)
         # the rates of the baseline that the arm was trained at, too; all, if the arm starts from the baseline's weights
@@ -241,7 +243,7 @@ class Judgement:
         """Say which of the runs at the judged rates (`pair`) and at the rates that tuning chose have diverged."""
         chosen = [next(iter(runs.values())) for runs in (arm_runs, baseline_runs)]
         runs = dict.fromkeys(chain(arm_runs[pair[0]], baseline_runs[pair[1]], *chosen))
-        diverged = [run for run in runs if self.runs["state"][run] == DIVERGED]
+        diverged = [run for run in runs if self.runs["state"][run] == DIVERGED_KEY]
         # before a run of the arm has ended, a diverged baseline says nothing of the arm
         if not diverged or all(self.runs["state"][run] == UNFINISHED for run in chain(arm_runs[pair[0]], chosen[0])):
             return None
@@ -256,7 +258,7 @@ class Judgement:
         return {
             rate: rate_runs
             for rate, rate_runs in runs.items()
-            if rate in permanent_rates or all(self.runs["state"][run] != DIVERGED for run in rate_runs)
+            if rate in permanent_rates or all(self.runs["state"][run] != DIVERGED_KEY for run in rate_runs)
         }
 
     def _document_estimate(self, *sides: np.ndarray) -> Estimate | None:

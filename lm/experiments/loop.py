@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.definition import Experiment
 from lm.experiments.procedure import (
-    FAILURE,
+    FAILURE_SUFFIX,
     LOG_FOLDER,
     Failure,
     Procedure,
@@ -76,7 +76,7 @@ def run_slots(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> li
 # ---------------------------------------------------------------- processes of this machine
 
 
-class Children:
+class ChildProcesses:
     """Trains the runs of an experiment in processes of this machine."""
 
     def __init__(self):
@@ -146,14 +146,14 @@ _COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_
 _MAX_REQUEUES = 1000  # how often a job that meets its time limit is queued again
 
 
-class Training:
+class TrainingJob:
     """A callable that submitit calls in a job to train a run; submitit calls its `checkpoint` when the job is about to
     end.
     """
 
     def __init__(self, run: Run):
         self.run = run
-        self._children: Children | None = None  # made in the job: its locks can't be pickled
+        self._children: ChildProcesses | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
         """Train or continue the run. Returns exit status and seconds of training. Of a job on several nodes each task
@@ -161,7 +161,7 @@ class Training:
         """
         from submitit import JobEnvironment
 
-        self._children, rank = Children(), JobEnvironment().global_rank
+        self._children, rank = ChildProcesses(), JobEnvironment().global_rank
         swapped_config = Path(self.run.config.init_from, CONFIG)
         while rank and self.run.swap and not swapped_config.exists():
             time.sleep(POLL_SECONDS)
@@ -174,7 +174,7 @@ class Training:
         if self._children:
             self._children.stop()
             self._children.wait()
-        return DelayedSubmission(Training(self.run))
+        return DelayedSubmission(TrainingJob(self.run))
 
 
 class Cluster:
@@ -259,7 +259,7 @@ class Cluster:
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
             trainer = run.config.trainer
-            job = self.submit(Training(run), trainer.num_nodes, trainer.devices)
+            job = self.submit(TrainingJob(run), trainer.num_nodes, trainer.devices)
             birth = process_start(int(job.job_id)) if self.engine == "local" else ""
             record = {"engine": self.scheduler_name, "id": job.job_id, "born": birth}
             write_json(path, record)
@@ -273,8 +273,8 @@ class Cluster:
         return (-signal.SIGKILL, 0.0) if has_vanished else self.result(job)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Stop waiting for the jobs, which continue to run. `number` is ignored; `Children.stop` sends this signal to
-        its processes.
+        """Stop waiting for the jobs, which continue to run. `number` is ignored; `ChildProcesses.stop` sends this
+        signal to its processes.
         """
         self._stopping.set()
 
@@ -298,7 +298,7 @@ class RunsFailed(RunError):
     """Some runs of an experiment failed; all others that could be started were trained."""
 
 
-class Stopped(RunError):
+class TrainingStopped(RunError):
     """A signal has stopped the work on an experiment; the exit status is 128 plus the signal's number."""
 
     def __init__(self, text: str, number: int):
@@ -345,7 +345,7 @@ class ExperimentTrainer:
 
     def __init__(self, procedure: Procedure, slots: list[Devices], cluster: Cluster | None = None):
         self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
-        self.cluster, self.trainer = cluster, cluster or Children()
+        self.cluster, self.trainer = cluster, cluster or ChildProcesses()
         self.pending: dict[Future, tuple[Run, Devices]] = {}
         self.failed: dict[Path, Failure] = {}
 
@@ -354,7 +354,7 @@ class ExperimentTrainer:
 
         Raises:
             RunsFailed: some runs failed; it is raised when no other run can be started.
-            Stopped: one of `STOP_SIGNALS` has arrived. Runs of this machine have saved a checkpoint; a
+            TrainingStopped: one of `STOP_SIGNALS` has arrived. Runs of this machine have saved a checkpoint; a
                 scheduler's jobs go on.
             RunError: a job for which this process does not wait trains a run, a job failed, or a trained run lacks the
                 primary metric.
@@ -380,7 +380,7 @@ class ExperimentTrainer:
                 words = f"{'jobs that go on' if self.cluster else 'runs that saved and ended'}: {running_count}"
                 words = words if running_count else "no run was under way"
                 name = signal.Signals(number).name
-                raise Stopped(f"stopped by {name}: {words}; the same command goes on", number) from None
+                raise TrainingStopped(f"stopped by {name}: {words}; the same command goes on", number) from None
             except BaseException:
                 self.stop()
                 raise
@@ -436,7 +436,7 @@ class ExperimentTrainer:
     def _report_end(self, run: Run, status: int, seconds: float) -> None:
         """Print a line on a run that has ended, or record its failure."""
         outcome, title = replace(run.outcome), f"{run.stage}: {run.label}"  # the copy reads the files again
-        failure_path = run.log_file(FAILURE)
+        failure_path = run.log_file(FAILURE_SUFFIX)
         if not outcome.has_ended:
             failure = self.failed[run.config.run_folder] = self._failure(run, status, outcome)
             if not failure.was_interrupted:

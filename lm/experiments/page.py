@@ -12,16 +12,16 @@ from lm.config.tree import key_effect
 from lm.errors import RunError
 from lm.experiments.definition import Experiment
 from lm.experiments.judging import (
-    DIVERGED,
+    DIVERGED_KEY,
     FINISHED,
-    INTERVALS,
+    INTERVAL_KEYS,
     Judgement,
     experiment_noise,
     print_verdicts,
     summary_table,
 )
-from lm.experiments.procedure import Procedure, failures
-from lm.experiments.run_outcome import SELECTION
+from lm.experiments.procedure import Procedure, failed_runs
+from lm.experiments.run_outcome import SELECTION_METRIC
 from lm.files import json_bytes, read_json, write_together
 from lm.plain import Plain, json_value
 from lm.report.comparison import ArmComparison
@@ -65,11 +65,11 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or
     none. Returns `Judgement.entries`. Raises LMError: no run has ended, or a run's file can't be read.
     """
-    experiment, primary, failed_runs = procedure.experiment, procedure.experiment.primary, failures(procedure)
+    experiment, primary, run_failures = procedure.experiment, procedure.experiment.primary, failed_runs(procedure)
     if not any(run.outcome.has_ended for run in procedure.known_runs()):
         reason, remedy = "no run of this file and these overrides has ended", "leave --report-only out to train"
-        if failed_runs:
-            reason = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}"
+        if run_failures:
+            reason = f"no run has a result; {len(run_failures)} failed, the first with {run_failures[0][1]}"
             remedy = "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
@@ -79,16 +79,16 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         verdicts["trends"] = size_trends
     files = {
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
-        experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVALS).encode(),
+        experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVAL_KEYS).encode(),
     }
     if frames := [runs for runs in map(procedure.tuning_runs, experiment.sizes) if len(runs)]:
         tuning = pd.concat(frames)
-        files[experiment.folder / f"{TUNING}.csv"] = tuning.replace(math.inf, DIVERGED).to_csv(index=False).encode()
+        files[experiment.folder / f"{TUNING}.csv"] = tuning.replace(math.inf, DIVERGED_KEY).to_csv(index=False).encode()
     rate_note = f", each arm at its own {experiment.tune.key}" * experiment.is_tuned
     print_verdicts(judgement, entries, f"{with_unit(primary.metric, experiment.metric.unit)}{rate_note}")
     for note in notes:
         print(note)
-    for run, failure in failed_runs:
+    for run, failure in run_failures:
         print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | experiment_files(procedure, experiment.folder / REPORT, judgement), "verdicts and report")
     if size_trends:
@@ -128,7 +128,7 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
     summary.add("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
     summary.add("note", _family_words(experiment))
     summary.add("note", (noise := experiment_noise(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
-    failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)]
+    failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failed_runs(procedure)]
     summary.add("warning", failed + procedure.notes())
     summary.add("table", summary_table(judgement, entries), "summary")
     summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
@@ -136,7 +136,7 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
     if size_trends := trends(procedure, judgement):
         summary.add("table", trend_table(size_trends, experiment.arms[0].name), "trends")
     for size in experiment.sizes:
-        summary.add("table", seeds_table(judgement, size), f"{_prefix(size)}seeds")
+        summary.add("table", seeds_table(judgement, size), f"{_size_prefix(size)}seeds")
     sections, commands, records = [summary], PageSection("Commands"), []
     commands.add("code", experiment.command)
     for size in experiment.sizes:
@@ -166,19 +166,19 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
     arms = {name: records for name, records in finished.items() if records}
     comparison = ArmComparison(names, arms) if arms else None
     name = experiment.primary.metric
-    titles = LOSSES if name == SELECTION else LOSSES | {name: (name, _quantity_label(experiment))}
-    tuning = PageSection(f"Learning rates{_suffix(size)}")
-    tuning.add("picture", rates_picture(procedure, size), f"{_prefix(size)}rates")
+    titles = LOSSES if name == SELECTION_METRIC else LOSSES | {name: (name, _quantity_label(experiment))}
+    tuning = PageSection(f"Learning rates{_size_suffix(size)}")
+    tuning.add("picture", rates_picture(procedure, size), f"{_size_prefix(size)}rates")
     tuning.add("note", CROSSED_RATES_NOTE if procedure.choice(size).crossed_rates else None)
     return run_sections(names, runs, comparison, size, titles, tuning, _is_name)
 
 
-def _prefix(size: str) -> str:
+def _size_prefix(size: str) -> str:
     """Return `SIZE-`, to be put before a file's name; empty if the experiment has no named sizes."""
     return f"{size}-" if size else ""
 
 
-def _suffix(size: str) -> str:
+def _size_suffix(size: str) -> str:
     """Return `, SIZE`, to be put after a title; empty if the experiment has no named sizes."""
     return f", {size}" if size else ""
 
@@ -210,7 +210,7 @@ def answers(judgement: Judgement) -> list[Answer]:
     lowest, width = min(ends), np.ptp(ends) or 1.0
     cards = []
     for (size, arm), verdict in judgement.verdicts.items():
-        name, effect, interval = f"{arm}{_suffix(size)}", (), verdict.interval
+        name, effect, interval = f"{arm}{_size_suffix(size)}", (), verdict.interval
         if judgement.question.rates[size] is None:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
@@ -262,7 +262,7 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
         pairs = zip(judgement.judged_values(size, arm), judgement.judged_values(size, baseline), strict=False)
         cells = [signed_text(a - b) if np.isfinite([a, b]).all() else None for a, b in pairs]
         columns.append((Column(f"{arm} - {baseline}", metric), cells or [None] * len(question.seeds)))
-    return Table(f"Every seed{_suffix(size)} ({question.measured_on})", metric, tuple(columns))
+    return Table(f"Every seed{_size_suffix(size)} ({question.measured_on})", metric, tuple(columns))
 
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
@@ -325,7 +325,7 @@ def rates_picture(procedure: Procedure, size: str) -> Picture | None:
     for index, name in enumerate(names):
         runs = tuning_runs[tuning_runs["arm"] == name]
         values, is_diverged = runs[["rate", metric]].to_numpy(), np.isinf(runs[metric])
-        traces.append(_dots(index, f"{name}, single seeds", values[np.isfinite(runs[metric])]))
+        traces.append(_dots_trace(index, f"{name}, single seeds", values[np.isfinite(runs[metric])]))
         if is_diverged.any():
             crosses = runs["rate"][is_diverged].to_numpy()
             traces.append(Trace(index, f"{name}, diverged", crosses, np.full(len(crosses), np.nan), "diverged"))
@@ -334,7 +334,7 @@ def rates_picture(procedure: Procedure, size: str) -> Picture | None:
         traces.append(Trace(index, f"{name}, mean", means.index.to_numpy(), means.to_numpy(), "mean"))
         if (rate := chosen_rates.get(name)) in means:
             traces.append(Trace(index, f"{name}, chosen", np.array([rate]), np.array([means[rate]]), "chosen"))
-    label = "validation loss (nats per token)" if metric == SELECTION else _quantity_label(experiment)
+    label = "validation loss (nats per token)" if metric == SELECTION_METRIC else _quantity_label(experiment)
     name = "learning rate" if experiment.tune.key == "optim.lr" else experiment.tune.key.rpartition(".")[2]
     panel = Panel(
         "Tuning runs",
@@ -350,7 +350,7 @@ def rates_picture(procedure: Procedure, size: str) -> Picture | None:
     return Picture([panel], names, caption)
 
 
-def _dots(arm_index: int, label: str, points: Sequence[tuple[float, float]]) -> Trace:
+def _dots_trace(arm_index: int, label: str, points: Sequence[tuple[float, float]]) -> Trace:
     """Return a trace of single dots (x, y) of an arm."""
     return Trace(arm_index, label, *np.array(points).reshape(-1, 2).T, "dots")
 
@@ -371,7 +371,7 @@ def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture
         x = sizes.index(size) + 0.16 * (index - len(names) / 2) if by_size else float(index - 1)
         label = ", ".join(filter(None, (size, arm)))
         if len(differences):
-            traces.append(_dots(index, f"{label}, single seeds", [(x, value) for value in differences]))
+            traces.append(_dots_trace(index, f"{label}, single seeds", [(x, value) for value in differences]))
         if verdict.interval and verdict.interval.is_bounded:
             y, low, high = (np.array([value]) for value in verdict.interval.as_list())
             traces.append(Trace(index, label, np.array([x + 0.06]), y, "interval", low, high))

@@ -19,7 +19,7 @@ from lm.config.yaml_text import override_text
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import Arm, Experiment, Swap
 from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, Rate, SizeArm, judge
-from lm.experiments.run_outcome import SELECTION, Outcome, describe_values, run_differences
+from lm.experiments.run_outcome import SELECTION_METRIC, Outcome, describe_values, run_differences
 from lm.files import read_json, write_text
 from lm.machine import STOP_SIGNALS
 from lm.plain import to_plain
@@ -27,8 +27,8 @@ from lm.plugins import top_level_package
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.units import units_of_part
 
-FAILURE = "failed.json"  # suffix of the file beside a run's log that says why the run failed
-EXTENSIONS = 2  # how often a grid of rates may grow
+FAILURE_SUFFIX = "failed.json"  # suffix of the file beside a run's log that says why the run failed
+MAX_GRID_EXTENSIONS = 2  # how often a grid of rates may grow
 LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
 
 
@@ -45,7 +45,7 @@ class Run:
     outcome: Outcome
     source: "Run | None" = None  # the run whose weights this run starts from, if any
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
-    trained: bool = True  # False: the swapped weights are measured without further training
+    is_trained: bool = True  # False: the swapped weights are measured without further training
     evaluate: tuple[str, ...] = ()  # `KEY=VALUE` arguments of the evaluation after training
 
     @property
@@ -123,13 +123,13 @@ class Procedure:
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
             outcome = source.outcome
         elif outcome is None:
-            last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
+            last_step = config.trainer.max_steps if arm.is_trained else source.outcome.last_step
             metric, evaluations = experiment.primary.metric, experiment.due_evaluations(size, arm, config)
             outcome = self._read(config.run_folder, last_step, metric, *evaluations)
             if outcome.has_ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
         overrides = tuple(experiment.evaluate_overrides)
-        return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
+        return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.is_trained, overrides)
 
     def choice(self, size: str) -> RateChoice:
         """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are
@@ -230,10 +230,11 @@ class Procedure:
     def tuning_runs(self, size: str) -> pd.DataFrame:
         """Return the tuning runs of a size, or the runs that the tuning table lists, as the rows of `tuning.csv`.
 
-        Columns are size, arm, key and rate, seed, and the means of SELECTION and of the primary metric on the data that
+        The columns are size, arm, key and rate, seed, and the means of `SELECTION_METRIC` and of the primary metric on
+        the data that
         choose rates: infinite if the run diverged, missing if the run has not ended or did not measure them.
         """
-        experiment, metrics = self.experiment, dict.fromkeys((SELECTION, self.experiment.primary.metric))
+        experiment, metrics = self.experiment, dict.fromkeys((SELECTION_METRIC, self.experiment.primary.metric))
         names = {arm.name: place for place, arm in enumerate(experiment.arms)}
         if experiment.table is not None:
             table = experiment.table[(experiment.table["size"] == size) & experiment.table["arm"].isin(names)]
@@ -337,7 +338,7 @@ class Procedure:
         arms, tune, counts = self.experiment.arms, self.experiment.tune, dict[str, int]()
         known = Counter((run.arm, run.stage) for run in self.known_runs() if run.size == size)
         is_open = self.choice(size).rates is None
-        first_arms = [arm for arm in arms if arm.trained and not arm.source]
+        first_arms = [arm for arm in arms if arm.is_trained and not arm.source]
         sources = self._untuned_sources(arm for arm in arms if arm.is_tuned)
         for arm in arms:
             n_rates = len(tune.grid) if arm.is_tuned else int(arm in sources)
@@ -396,7 +397,7 @@ def tuned_rates(
     no rates, and the rates at which every arm must be trained first.
 
     If an arm's best rate is the highest (lowest) one, twice (half) this value is added to the grid of every arm. The
-    grid grows at most `EXTENSIONS` times, and only by `possible` values.
+    grid grows at most `MAX_GRID_EXTENSIONS` times, and only by `possible` values.
 
     Args:
         grid: planned values of the tuned key, above 0.
@@ -415,7 +416,7 @@ def tuned_rates(
         half = low // 2 if low % 2 == 0 else low / 2  # a key of whole numbers keeps them
         smaller = [half] if low in edges and possible(half) else []
         larger = [high * 2] if high in edges and possible(high * 2) else []
-        if growths == EXTENSIONS or not smaller + larger:
+        if growths == MAX_GRID_EXTENSIONS or not smaller + larger:
             return chosen, ()
         rates = [*smaller, *rates, *larger]
 
@@ -472,7 +473,7 @@ def commands(run: Run) -> list[list[str]]:
         return []
     config, folder, outcome, arguments = run.config, run.config.run_folder, run.outcome, []
     plugins = [f"--allow-plugin={package}" for package in sorted(run.packages)]
-    swapped_folder = Path(config.init_from) if run.trained else folder
+    swapped_folder = Path(config.init_from) if run.is_trained else folder
     if run.swap and not (swapped_folder / CONFIG).exists():
         # `name` and `init` are options of the command; without the labels lm.results has the source's arm
         labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
@@ -486,12 +487,12 @@ def commands(run: Run) -> list[list[str]]:
         init = [] if run.swap.init is None else [f"--init={run.swap.init}"]
         swap = ["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}"]
         arguments.append([*swap, *init, *overrides, *plugins])
-    if run.trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
+    if run.is_trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
         # `lm train` makes the evaluations that a kill left out, too
         file = run.log_file("yaml")
         write_text(file, to_yaml(config))
         arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
-    if not run.trained or not outcome.is_measured:
+    if not run.is_trained or not outcome.is_measured:
         arguments.append(["eval", str(folder), *run.evaluate, *plugins])
     return arguments
 
@@ -518,11 +519,11 @@ class Failure:
 
 def read_failure(run: Run) -> Failure | None:
     """Return the recorded failure of a run; interrupted runs have none. Raises RunError: the file is damaged."""
-    path = run.log_file(FAILURE)
+    path = run.log_file(FAILURE_SUFFIX)
     return Failure(**read_json(path)) if path.exists() else None
 
 
-def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
+def failed_runs(procedure: Procedure) -> list[tuple[Run, Failure]]:
     """Return the runs of an experiment that have failed, each with its failure."""
     pairs = ((run, read_failure(run)) for run in procedure.known_runs())
     return [(run, failure) for run, failure in pairs if failure and not run.outcome.has_ended]
@@ -531,4 +532,4 @@ def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
 def forget_failures(procedure: Procedure) -> None:
     """Let the runs that failed be tried again."""
     for run in procedure.known_runs():
-        run.log_file(FAILURE).unlink(missing_ok=True)
+        run.log_file(FAILURE_SUFFIX).unlink(missing_ok=True)

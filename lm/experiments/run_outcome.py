@@ -16,7 +16,7 @@ from lm.runs.evaluations import Evaluation, Metric, chance_level, evaluation_fil
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
-    DIVERGED,
+    DIVERGED_KEY,
     ENVIRONMENT,
     METRICS,
     check_log,
@@ -29,7 +29,7 @@ from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram,
 from lm.statistics.intervals import is_unlearned
 from lm.statistics.units import unit_rows, units_of_part, weighted_mean
 
-SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
+SELECTION_METRIC = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
 OptionsByKind = dict[str, dict[str, Plain]]  # options of `eval`, by kind of evaluation
 _RUN_FACTS = {
     "git commit": "git_commit",
@@ -100,7 +100,7 @@ class Outcome:
         """Return the description of how the run diverged (`lm.runs.record.divergence`); empty if the run didn't
         diverge. Raises RunError: the log says that the run diverged, but its last checkpoint, which a diverged run does
         not write, exists."""
-        if any(DIVERGED in line for line in self.log_lines) and self.checkpoint.exists():
+        if any(DIVERGED_KEY in line for line in self.log_lines) and self.checkpoint.exists():
             raise RunError(
                 f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
             )
@@ -128,7 +128,7 @@ class Outcome:
     @property
     def _validation(self) -> Evaluation | None:
         """Return the validation at the last step; None if the run has not been trained up to this step."""
-        return self.measurement(SELECTION) if self.is_trained else None
+        return self.measurement(SELECTION_METRIC) if self.is_trained else None
 
     @property
     def checkpoint(self) -> Path:
@@ -137,9 +137,9 @@ class Outcome:
 
     @cached_property
     def is_trained(self) -> bool:
-        """Return whether the checkpoint of the last step exists, and the validation loss (SELECTION) was measured at
-        this step."""
-        return self.checkpoint.exists() and self.measurement(SELECTION) is not None
+        """Return whether the checkpoint of the last step exists, and the validation loss (`SELECTION_METRIC`) was
+        measured at this step."""
+        return self.checkpoint.exists() and self.measurement(SELECTION_METRIC) is not None
 
     @cached_property
     def is_complete(self) -> bool:
@@ -251,15 +251,17 @@ def read_tuning_table(path: Path, metric: str) -> pd.DataFrame:
     """
     try:
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
-        for name in {SELECTION, metric}:
-            texts = table[name] if name in table or name == SELECTION else pd.Series("", table.index)
-            table[name] = texts.replace({DIVERGED: "inf", "": "nan"}).map(float)  # exact, unlike pandas' own reading
+        for name in {SELECTION_METRIC, metric}:
+            texts = table[name] if name in table or name == SELECTION_METRIC else pd.Series("", table.index)
+            table[name] = texts.replace({DIVERGED_KEY: "inf", "": "nan"}).map(
+                float
+            )  # exact, unlike pandas' own reading
         table["rate"], table["seed"] = table["rate"].map(float), table["seed"].map(int)
-        return table[[*dict.fromkeys(("size", "arm", "key", "rate", "seed", SELECTION, metric))]]
+        return table[[*dict.fromkeys(("size", "arm", "key", "rate", "seed", SELECTION_METRIC, metric))]]
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
     except (KeyError, ValueError, TypeError):
-        columns = f"size, arm, key, rate, seed and {SELECTION}, which is a number or `{DIVERGED}`"
+        columns = f"size, arm, key, rate, seed and {SELECTION_METRIC}, which is a number or `{DIVERGED_KEY}`"
         raise ConfigError(
             f"{path}: is no tuning table: it needs columns {columns}, as in tuning.csv, which `lm compare` writes"
         ) from None

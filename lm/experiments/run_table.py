@@ -19,7 +19,7 @@ from pandas.io.common import get_handle
 from lm.config.schema import build_block
 from lm.errors import ConfigError, Problem, RunError, one_line, suggest
 from lm.experiments.judging import (
-    DIVERGED,
+    DIVERGED_KEY,
     FINISHED,
     RUN_STATES,
     Judgement,
@@ -178,8 +178,8 @@ def read_runs(
                 raise RunError(f"{source}: arm {name} has {count} rates: {remedy}")
     _check_rows(runs, source, [name for name in table.columns if name not in (*_RUN_COLUMNS, "value", "weight")])
     runs["rate"] = None  # lines of another rate are of another run
-    is_diverged = runs["state"] == DIVERGED
-    runs["note"] = (runs["arm"] + " seed " + runs["seed"].astype(str) + f": {DIVERGED}").where(is_diverged, "")
+    is_diverged = runs["state"] == DIVERGED_KEY
+    runs["note"] = (runs["arm"] + " seed " + runs["seed"].astype(str) + f": {DIVERGED_KEY}").where(is_diverged, "")
     return runs, primary
 
 
@@ -385,7 +385,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             subject, pronoun = (f"{count} lines have", "them") if count > 1 else ("a line has", "it")
             remedy = f"correct or drop {pronoun}"
             if "value" in name:  # dropping it would cost all arms this seed, and hide a divergence
-                remedy = f"correct {pronoun}, or write {DIVERGED} in a column state: the verdict is then unstable"
+                remedy = f"correct {pronoun}, or write {DIVERGED_KEY} in a column state: the verdict is then unstable"
             raise RunError(
                 f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}"
             )

@@ -16,7 +16,7 @@ import pandas as pd
 from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError, yaml_scalar
-from lm.report.tables import number, plain_text, printable_text
+from lm.report.tables import axis_text, plain_text, printable_text
 from lm.runs.evaluations import CURVE_COLUMNS, Metric, evaluation_rows, point_means
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import (
@@ -26,7 +26,7 @@ from lm.statistics.intervals import (
     interval_over_documents,
     interval_over_questions,
 )
-from lm.statistics.units import mean
+from lm.statistics.units import grouped_mean
 
 REPORTING = "of reporting documents"  # what names of metrics in reports end with, if other documents are left out
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
@@ -38,7 +38,7 @@ UNIT_COLUMNS = ["about", "sample", "value", "weight", "group"]  # what an interv
 Arms = Mapping[str, list[RunRecord]]  # an arm's runs, which differ in their seed only, in the order of seeds, by label
 
 
-class Name(NamedTuple):
+class MetricName(NamedTuple):
     """Identifies a metric, with task and inference setting, as reports compare it between runs. Metrics of one title
     and shape are a section of a report: a table and, with an axis, a picture."""
 
@@ -60,7 +60,7 @@ class Difference:
     interval, or a reason why there is none."""
 
     arm: str
-    name: Name
+    name: MetricName
     about: Metric
     subject: str  # metric, task, place and setting in words
     interval: Interval | None  # in the unit of the metric
@@ -113,11 +113,11 @@ class ArmComparison:
         """Return the rows of the metrics that have a title. The new column `name` is the metric's index in
         `metric_names`."""
         rows = self.all_rows[self.all_rows["title"] != ""]
-        return rows.assign(name=rows.groupby([*Name._fields], sort=False).ngroup())
+        return rows.assign(name=rows.groupby([*MetricName._fields], sort=False).ngroup())
 
     @cached_property
-    def metric_names(self) -> list[Name]:
-        return [Name(*values) for values in self.rows.drop_duplicates("name")[[*Name._fields]].to_numpy()]
+    def metric_names(self) -> list[MetricName]:
+        return [MetricName(*values) for values in self.rows.drop_duplicates("name")[[*MetricName._fields]].to_numpy()]
 
     @cached_property
     def units(self) -> pd.DataFrame:
@@ -136,7 +136,7 @@ class ArmComparison:
         return sorted(sections, key=lambda section: SHAPES.index(section["shape"].iloc[0]))
 
     @cached_property
-    def cells(self) -> dict[tuple[Name, str, str], MeanOfArm]:
+    def cells(self) -> dict[tuple[MetricName, str, str], MeanOfArm]:
         """Return the mean over an arm's runs by (name, place, arm)."""
         indices, cells = self.units.groupby(["name", "place", "run"], sort=False).indices, {}
         units = self.units[UNIT_COLUMNS]
@@ -146,7 +146,7 @@ class ArmComparison:
             mean, interval = float(values.mean()), None
             if name.shape == "points" and about.interval and np.isfinite(mean):
                 of_runs = [units.iloc[indices[index, place, run]] for run in means["run"]]
-                interval = _mean_interval([interval_of(run, mean) for run in of_runs], values, about)
+                interval = _mean_interval([run_interval(run, mean) for run in of_runs], values, about)
             spread = float(values.std(ddof=1)) if len(values) > 1 else None
             cells[name, place, arm] = MeanOfArm(about, mean, spread, interval)
         return cells
@@ -180,14 +180,16 @@ class ArmComparison:
         is_paired = ~is_base & unit.isin(baseline.index)
         return rows[is_paired].assign(value=lambda arm: arm["value"] - baseline[unit[is_paired]].to_numpy())
 
-    def _difference(self, arm: str, name: Name, sides: list[pd.DataFrame]) -> Difference:
+    def _difference(self, arm: str, name: MetricName, sides: list[pd.DataFrame]) -> Difference:
         """Return the difference of an arm at a place. `sides`: units of the arm, then of the baseline."""
         example = pd.concat(sides).iloc[0]
         about = example["about"]
         if example["logged"] and name.shape != "bins":
             subject = example["metric"]
         else:
-            span = f"{number(example['x'])}-{number(example['until'])}" if name.shape == "bins" else example["place"]
+            span = (
+                f"{axis_text(example['x'])}-{axis_text(example['until'])}" if name.shape == "bins" else example["place"]
+            )
             place = f" {about.axis.before} {span}" if about.axis else ""
             subject = (
                 ", ".join(filter(None, (name.quantity, name.subject))) + place + (name.setting and f", {name.setting}")
@@ -195,7 +197,7 @@ class ArmComparison:
         paired = self.paired_differences(pd.concat(sides))
         reason, interval = self._obstacle(arm, sides, paired), None
         if not reason:
-            interval = paired_interval(paired, mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
+            interval = paired_interval(paired, grouped_mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
             interval = clip_interval(interval, about)
             if not interval:
                 reason = NO_INTERVAL_REASON
@@ -276,7 +278,7 @@ def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
         [rows[name] for name in (*CURVE_COLUMNS, "x")], observed=True, dropna=False
     ).transform("any")
     lost = (is_text & ~has_reports).groupby([rows[name] for name in CURVE_COLUMNS], observed=True).transform("any")
-    means = mean(rows[lost], [*CURVE_COLUMNS, "x"], rows["weight"][lost]).assign(sample=np.nan)
+    means = grouped_mean(rows[lost], [*CURVE_COLUMNS, "x"], rows["weight"][lost]).assign(sample=np.nan)
     is_named = is_text & ~lost
     named = {name: rows[name].where(~is_named, rows[name] + f" {REPORTING}") for name in ("metric", "quantity")}
     kept = rows.assign(**named)[~lost & (rows["part"] != "selects")]
@@ -292,7 +294,7 @@ def rows_at_places(rows: pd.DataFrame) -> pd.DataFrame:
     """
     is_bin = rows["shape"] == "bins"
     points, bins = rows[~is_bin], rows[is_bin]
-    labels = {x: number(x) for x in points["x"].dropna().unique()}
+    labels = {x: axis_text(x) for x in points["x"].dropna().unique()}
     points = points.assign(place=[labels.get(x, "") for x in points["x"]], order=points["x"])
     octave = np.floor(np.log2(np.maximum(bins["x"] / bins["seq_len"], 0.5))) + 1  # 0: within the training length
     length = bins.groupby(CURVE_COLUMNS, observed=True)["until"].transform("max")
@@ -301,7 +303,7 @@ def rows_at_places(rows: pd.DataFrame) -> pd.DataFrame:
     labels = {(low, high): f"{low:g}x-{high:g}x" if low else f"within {high:g}x" for low, high in set(ends)}
     bins = bins.assign(place=[labels[pair] for pair in ends], order=stop / bins["seq_len"], stop=stop)
     bins = bins[bins["until"] <= stop]
-    ranges = mean(bins, [*CURVE_COLUMNS, "place", "sample"], bins["until"] - bins["x"])
+    ranges = grouped_mean(bins, [*CURVE_COLUMNS, "place", "sample"], bins["until"] - bins["x"])
     return pd.concat([points, ranges.assign(until=ranges["stop"]).drop(columns="stop")]).sort_index()
 
 
@@ -318,7 +320,7 @@ def training_lengths(section: pd.DataFrame) -> list[int]:
     return sorted(set(section["seq_len"][has_tokens]))
 
 
-def interval_of(units: pd.DataFrame, mean: float) -> Interval | None:
+def run_interval(units: pd.DataFrame, mean: float) -> Interval | None:
     """Return the 95 % interval of the mean of a run's units at one point. None if the metric has no intervals, or too
     few documents were measured."""
     about = units["about"].iloc[0]

@@ -14,17 +14,17 @@ from lm.report.comparison import (
     UNIT_COLUMNS,
     ArmComparison,
     clip_interval,
-    interval_of,
     paired_interval,
+    run_interval,
     training_lengths,
 )
-from lm.report.pictures import Map, Panel, Picture, Trace
-from lm.report.tables import number, printable_text, with_unit
+from lm.report.pictures import HeatMap, Panel, Picture, Trace
+from lm.report.tables import axis_text, printable_text, with_unit
 from lm.runs.evaluations import point_means
-from lm.runs.folder import DIVERGED, Curve
+from lm.runs.folder import DIVERGED_KEY, Curve
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import Interval
-from lm.statistics.units import mean
+from lm.statistics.units import grouped_mean
 from lm.statistics.verdicts import seed_count_text
 
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
@@ -110,7 +110,7 @@ def curves(
         ]
         if max((len(trace.x) for _, trace in traces), default=0) < 2:
             continue
-        converged = [trace.y for run, trace in traces if run.state != DIVERGED]
+        converged = [trace.y for run, trace in traces if run.state != DIVERGED_KEY]
         settled = [y[int(SETTLING_FRACTION * len(y)) :] for y in converged]
         level = comparison.level(NATS) if comparison and converged and name in LOSSES else None
         y_range, note = _y_range(title, settled or [trace.y for _, trace in traces], level and level[1])
@@ -126,7 +126,7 @@ def curves(
         ends = [
             Trace(trace.arm, trace.label, trace.x[-1:], trace.y[-1:], "diverged")
             for run, trace in traces
-            if run.state == DIVERGED
+            if run.state == DIVERGED_KEY
         ]
         is_drawn = level and y_range and y_range[0] < level[1] < y_range[1]
         levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if is_drawn else {}
@@ -208,9 +208,9 @@ def _interval(
     if about.control:
         return None
     if comparison.metric_names[name].shape == "points":
-        cell = comparison.cells.get((comparison.metric_names[name], number(x), arm))
+        cell = comparison.cells.get((comparison.metric_names[name], axis_text(x), arm))
         return cell and cell.interval
-    return interval_of(units, float(values[0])) if len(values) == 1 else None
+    return run_interval(units, float(values[0])) if len(values) == 1 else None
 
 
 def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict[int, list[Trace]]) -> Picture | None:
@@ -224,7 +224,7 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
     if max(map(len, comparison.arms.values())) > 1:
         sentences.append("Thin: single seeds; thick: their mean.")
     lengths = training_lengths(section)
-    words = f"training length{'s' * (len(lengths) > 1)} {', '.join(map(number, lengths))}"
+    words = f"training length{'s' * (len(lengths) > 1)} {', '.join(map(axis_text, lengths))}"
     axis = {"log": 2 if about.axis.log else 0, "marks": {length: words * (length == lengths[0]) for length in lengths}}
     level = None if about.better == "higher" else comparison.level(about.unit)
     x_label = with_unit(about.axis.name, about.axis.unit)
@@ -268,13 +268,18 @@ def heat_maps(comparison: ArmComparison) -> list[Picture]:
     return pictures
 
 
-def _fraction_map(arm: str, means: pd.DataFrame) -> Map:
+def _fraction_map(arm: str, means: pd.DataFrame) -> HeatMap:
     """Return a heat map of an arm: a row for each task, a column for each point, cells with means over runs."""
     about, tasks = means["about"].iloc[0], means["task"].unique()
-    table = mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
+    table = grouped_mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
     top = 1.0 if about.interval else float(np.nanmax(table))
-    return Map(
-        arm, with_unit(about.axis.name, about.axis.unit), [number(x) for x in table], list(tasks), table.to_numpy(), top
+    return HeatMap(
+        arm,
+        with_unit(about.axis.name, about.axis.unit),
+        [axis_text(x) for x in table],
+        list(tasks),
+        table.to_numpy(),
+        top,
     )
 
 

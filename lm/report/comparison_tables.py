@@ -15,7 +15,7 @@ from lm.report.comparison import (
     Arms,
     Difference,
     MeanOfArm,
-    Name,
+    MetricName,
     places,
     seeds_text,
     training_lengths,
@@ -30,7 +30,7 @@ from lm.report.tables import (
     printable_text,
 )
 from lm.runs.evaluations import Metric
-from lm.runs.folder import DIVERGED, PEAK_MEMORY, highest_logged
+from lm.runs.folder import DIVERGED_KEY, PEAK_MEMORY, highest_logged
 from lm.runs.record import RunRecord
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
@@ -66,12 +66,12 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
     labels = {"arm": arms, "task": subjects, "inference setting": setting_names}
     columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if any(texts)]
     columns.append((Column("seeds"), [str(len(runs_by_row[row])) for row in rows]))
-    diverged = [sum(comparison.runs[run].state == DIVERGED for run in runs_by_row[row]) for row in rows]
+    diverged = [sum(comparison.runs[run].state == DIVERGED_KEY for run in runs_by_row[row]) for row in rows]
     columns += [(Column("diverged"), [str(count) for count in diverged])] if any(diverged) else []
     levels, lengths = list[FilledColumn](), training_lengths(section)
     for quantity, means in section.groupby("quantity", sort=False):
         about, has_units = means["about"].iloc[0], means["sample"].notna().any()
-        names = [Name(title, shape, quantity, subject, setting) for subject, setting, _ in rows]
+        names = [MetricName(title, shape, quantity, subject, setting) for subject, setting, _ in rows]
         for place, start in places(section).items():
             cells = [comparison.cells.get((name, place, arm)) for name, arm in zip(names, arms, strict=True)]
             heading = place
@@ -192,7 +192,7 @@ class Fact:
     name: str
     agrees: bool | None
     value: str
-    condition: bool = True
+    is_condition: bool = True
 
 
 def run_facts(comparison: ArmComparison) -> list[Fact]:
@@ -215,7 +215,7 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     return [
         *facts.values(),
         *(Fact(f"normalizer: {arm}", None, _normalizer_text(of_arm[0]), False) for arm, of_arm in arms.items()),
-        *(Fact(name, *comparison.shared_value(of_runs), condition=False) for name, of_runs in values.items()),
+        *(Fact(name, *comparison.shared_value(of_runs), is_condition=False) for name, of_runs in values.items()),
     ]
 
 
@@ -246,7 +246,7 @@ def facts_table(comparison: ArmComparison) -> Table:
     """Return a table with a row for each of the `run_facts`; with several arms, a column says which conditions of a
     fair comparison hold."""
     facts = run_facts(comparison)
-    agreements = [AGREEMENT_TEXTS[fact.agrees] if fact.condition else "" for fact in facts]
+    agreements = [AGREEMENT_TEXTS[fact.agrees] if fact.is_condition else "" for fact in facts]
     columns: list[FilledColumn] = [
         (Column("what", kind="label"), [fact.name for fact in facts]),
         *[(Column("same in all runs", kind="label"), agreements)] * (len(comparison.arms) > 1),

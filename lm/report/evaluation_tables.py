@@ -12,14 +12,14 @@ import pandas as pd
 
 from lm.errors import abbreviate
 from lm.plain import Plain
-from lm.report.comparison import NO_INTERVAL_REASON, interval_of, rows_at_places
-from lm.report.tables import Column, FilledColumn, Table, number, number_text, print_tables, table_bytes
+from lm.report.comparison import NO_INTERVAL_REASON, rows_at_places, run_interval
+from lm.report.tables import Column, FilledColumn, Table, axis_text, number_text, print_tables, table_bytes
 from lm.runs.evaluations import CURVE_COLUMNS, Evaluation, Metric, evaluation_rows, overall_means, point_means
 
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
 MAX_NUMBERS = 24
-RUN = "run, step"  # heading
+RUN_HEADING = "run, step"  # heading
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +29,15 @@ class EvaluationResult:
 
     folder: Path
     evaluation: Evaluation
-    cached: bool
+    is_cached: bool
 
     @cached_property
     def rows(self) -> list[dict[str, Plain]]:
-        """Return the rows of the evaluation (`rows_of`)."""
-        return rows_of(self.evaluation)
+        """Return the rows of the evaluation (`result_rows`)."""
+        return result_rows(self.evaluation)
 
 
-def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
+def result_rows(evaluation: Evaluation) -> list[dict[str, Plain]]:
     """Return all means at places (`rows_at_places`), reference levels, and overall means over bins. Keys of a row:
 
     setting: inference setting; empty: the evaluation has none.
@@ -58,7 +58,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
         for mean in means:
             is_bin, axis, at = mean.shape == "bins", about.axis, ""
             if axis:
-                at = f"{number(mean.x)}-{number(mean.until)}" if is_bin else number(mean.x)
+                at = f"{axis_text(mean.x)}-{axis_text(mean.until)}" if is_bin else axis_text(mean.x)
                 at = f"{at} {axis.unit}" if axis.unit else f"{axis.name} {at}"
             name, has_interval = mean.metric if mean.logged else mean.quantity, about.interval and not is_bin
             row = {"setting": mean.setting, "where": ", ".join(filter(None, (mean.subject, at))), "metric": name}
@@ -67,7 +67,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Plain]]:
             levels = [(f"{mean.quantity}: {level}", value) for level, value in about.references]
             levels = [row | {"metric": level, "quantity": level, "value": value} for level, value in levels]
             if has_interval:
-                interval = interval_of(units.iloc[indices[(0, *key, mean.place)]], mean.value)
+                interval = run_interval(units.iloc[indices[(0, *key, mean.place)]], mean.value)
                 row["over"] = f"no interval: {NO_INTERVAL_REASON}" if np.isfinite(mean.value) else ""
                 if interval and interval.is_bounded:
                     row |= {"low": interval.low, "high": interval.high, "over": interval.noise_source}
@@ -95,10 +95,10 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         names = [result.folder if has_equal_names else result.folder.resolve().name for result in of_kind]
         models = [f"{name}, {result.evaluation.step}" for name, result in zip(names, of_kind, strict=True)]
         title = kind if several_runs else f"{kind}, {names[0]}, step {of_kind[0].evaluation.step}"
-        title += " (cached)" if all(result.cached for result in of_kind) else ""
+        title += " (cached)" if all(result.is_cached for result in of_kind) else ""
         rows = pd.DataFrame(
             [
-                {RUN: model * several_runs} | row
+                {RUN_HEADING: model * several_runs} | row
                 for model, result in zip(models, of_kind, strict=True)
                 for row in result.rows
             ]
@@ -123,9 +123,9 @@ def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
     and last values of long curves."""
     if rows["quantity"].nunique() > MAX_COLUMNS:
         return rows[rows["where"] == ""]
-    if rows["low"].isna().groupby(rows[RUN]).sum().max() <= MAX_NUMBERS:
+    if rows["low"].isna().groupby(rows[RUN_HEADING]).sum().max() <= MAX_NUMBERS:
         return rows
-    keys, points = [RUN, "setting", "quantity", "curve"], rows[rows["curve"].notna()]
+    keys, points = [RUN_HEADING, "setting", "quantity", "curve"], rows[rows["curve"].notna()]
     is_inside = points.duplicated(keys, keep="first") & points.duplicated(keys, keep="last")
     return rows.drop(points.index[is_inside])
 
@@ -141,12 +141,12 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
             units.setdefault(row["quantity"], f"95% over {row['over']}, alone")
         elif row["over"]:
             text += f" ({row['over']})"
-        labels, heading = (row[RUN], row["setting"], row["where"] or "all"), row["quantity"]
+        labels, heading = (row[RUN_HEADING], row["setting"], row["where"] or "all"), row["quantity"]
         if has_metric_rows:
-            labels, heading = (heading,), f"{row[RUN]} {row['setting']}".strip()
+            labels, heading = (heading,), f"{row[RUN_HEADING]} {row['setting']}".strip()
         cells[labels, heading] = text
     keys, headings = (dict.fromkeys(parts) for parts in zip(*cells, strict=True))
-    label_names = ("metric",) if has_metric_rows else (RUN, "inference setting", "measured at")
+    label_names = ("metric",) if has_metric_rows else (RUN_HEADING, "inference setting", "measured at")
     columns: list[FilledColumn] = [
         (Column(name, kind="label"), list(texts))
         for name, texts in zip(label_names, zip(*keys, strict=True), strict=True)

@@ -17,7 +17,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import Transform
 
-from lm.report.tables import number
+from lm.report.tables import axis_text
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
 # most characters of all category labels below a panel together; with more, the labels are slanted
@@ -94,7 +94,7 @@ class Panel:
 
 
 @dataclass(frozen=True, eq=False)
-class Map:
+class HeatMap:
     """Holds a heat map: values over two axes as colours."""
 
     title: str
@@ -111,7 +111,7 @@ class Picture:
     """Holds panels and maps in a grid. The names of arms stand above all panels; a map's arm is named in the map's
     title."""
 
-    panels: Sequence[Panel | Map | None]  # panels and maps row by row; None: an empty place
+    panels: Sequence[Panel | HeatMap | None]  # panels and maps row by row; None: an empty place
     arms: Sequence[str]  # empty: none is named
     caption: str = ""
     columns: int = 2  # panels in a row
@@ -126,7 +126,7 @@ class Picture:
     @property
     def has_maps(self) -> bool:
         """Return whether any of the panels is a heat map."""
-        return any(isinstance(panel, Map) for panel in self.panels)
+        return any(isinstance(panel, HeatMap) for panel in self.panels)
 
     @property
     def crowd_note(self) -> str:
@@ -189,7 +189,7 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
             if isinstance(panel, Panel):
                 _draw_panel(axes, panel)
             else:
-                _draw_map(axes, panel, picture.panel_size)
+                _draw_heat_map(axes, panel, picture.panel_size)
         if shown_arms := picture.shown_arms:
             longest = max(len(picture.arms[arm]) for arm in shown_arms)
             entries_per_row = max(1, min(len(shown_arms), int(columns * width * 8 // (longest + 6))))
@@ -243,7 +243,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 def _tick_text(value: float, is_binary: bool) -> str:
     """Return the label of a tick: below 10,000 a plain number, else `16k` by 1024 if `is_binary`, or `1.5M`."""
     if abs(value) < 10_000:
-        return number(value)
+        return axis_text(value)
     return f"{value / 1024:g}k" if is_binary else EngFormatter(sep="")(value)
 
 
@@ -274,7 +274,7 @@ def _draw_trace(axes: Axes, trace: Trace) -> None:
             axes.plot(trace.x, heights, "x", color=colour, clip_on=False, **cross_style)
 
 
-def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> None:
+def _draw_heat_map(axes: Axes, panel: HeatMap, size: tuple[float, float]) -> None:
     """Draw a heat map with the values in its cells. `size`: width and height in inches of the space for the map."""
     edges = [np.arange(count + 1) - 0.5 for count in panel.values.T.shape]
     axes.pcolormesh(*edges, panel.values, vmin=0.0, vmax=panel.top, cmap="viridis")

@@ -115,7 +115,7 @@ def number_text(value: float | None) -> str | None:
     return f"{value:z.4f}" if abs(value) < 100 else four_digit_text(value)
 
 
-def number(value: float) -> str:
+def axis_text(value: float) -> str:
     """Format a value on an axis as text; integers have thousands separators."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
 

@@ -26,7 +26,7 @@ from lm.files import source_files_sha256
 from lm.plain import Plain, json_value
 from lm.runs.folder import EVALUATIONS
 from lm.runs.manifest import read_file
-from lm.statistics.units import mean, unit_rows, weighted_mean
+from lm.statistics.units import grouped_mean, unit_rows, weighted_mean
 
 # ---------------------------------------------------------------- metrics
 
@@ -169,14 +169,14 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
 
 def point_means(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the mean over units (sequences or questions) for each curve at each x, a point or a range's start."""
-    return mean(rows, [*CURVE_COLUMNS, "x", "until"], rows["weight"])
+    return grouped_mean(rows, [*CURVE_COLUMNS, "x", "until"], rows["weight"])
 
 
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the mean of each curve over all its ranges (bins), and the mean at each point of curves without bins."""
     means = point_means(rows)
     widths, is_bin = (means["until"] - means["x"]).fillna(1.0), means["shape"] == "bins"
-    return mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE_COLUMNS, "x"], widths)
+    return grouped_mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE_COLUMNS, "x"], widths)
 
 
 def logged_means(evaluation: "Evaluation") -> dict[str, float]:
@@ -274,13 +274,13 @@ class Evaluation:
         head, _, table = content.decode().partition("\n")
         try:
             facts = json.loads(head.removeprefix("# "))
-            metrics = [_metric(plain) for plain in facts.pop("metrics")]
+            metrics = [_parse_metric(plain) for plain in facts.pop("metrics")]
             return cls(**facts, frame=_read_table(table, metrics))
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(one_line(error)) from None
 
 
-def _metric(plain: dict[str, Plain]) -> Metric:
+def _parse_metric(plain: dict[str, Plain]) -> Metric:
     """Return the Metric whose fields a file holds as JSON."""
     references = tuple((name, np.nan if level is None else level) for name, level in plain["references"])
     return Metric(**plain | {"references": references, "axis": plain["axis"] and Axis(**plain["axis"])})

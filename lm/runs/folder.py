@@ -23,7 +23,7 @@ from lm.runs.manifest import Entry, check_file, entries_of, manifest_entry, pars
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
-SWAPPED = "swapped"  # folder in an experiment's folder, with the swapped weights that runs start from
+SWAPPED_FOLDER = "swapped"  # folder in an experiment's folder, with the swapped weights that runs start from
 # file in an experiment's folder, with the settings that its first start fixed for all runs
 RESOLVED_FILE = "resolved.json"
 # the reason why a locked folder is refused
@@ -113,7 +113,9 @@ def checkpoint_paths(folder: Path) -> list[Path]:
 
 # log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
 PEAK_MEMORY = "peak_memory_bytes"
-DIVERGED = "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
+DIVERGED_KEY = (
+    "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
+)
 
 
 @dataclass(frozen=True, eq=False)

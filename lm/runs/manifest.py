@@ -72,7 +72,7 @@ def check_file(folder: Path, name: str, sha256: str | None = None, advice: str =
     except OSError as error:
         raise RunError(f"{folder / name}: can't be read: {error.strerror}; {advice}") from None
     # whole entries are compared as text, as `add_entries` wrote them: folders may have thousands
-    if json.dumps({"file": name, "sha256": sha256})[:-1] + "," not in _text(folder):
+    if json.dumps({"file": name, "sha256": sha256})[:-1] + "," not in _manifest_text(folder):
         reason = f"was altered, or is of another folder (its sha256 is not in {MANIFEST})"
         raise RunError(f"{folder / name}: {reason}; {advice}")
 
@@ -92,7 +92,7 @@ def entries_of(folder: Path, name: str = "") -> list[Entry]:
     is no manifest.
     """
     start = json.dumps({"file": name})[:-1] if name else ""
-    lines = map(parse_line, (line for line in _text(folder).splitlines() if line.startswith(start)))
+    lines = map(parse_line, (line for line in _manifest_text(folder).splitlines() if line.startswith(start)))
     return [line for line in lines if line and {"file", "sha256", "weights"} <= line.keys()]
 
 
@@ -114,7 +114,7 @@ def parse_line(text: str | bytes) -> dict[str, Plain] | None:
         return None
 
 
-def _text(folder: Path) -> str:
+def _manifest_text(folder: Path) -> str:
     """Return the text of the manifest of `folder`. Raises RunError: there is none."""
     try:
         return (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")

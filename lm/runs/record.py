@@ -22,7 +22,7 @@ from lm.plain import Plain, flatten
 from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, last_evaluations
 from lm.runs.folder import (
     CONFIG,
-    DIVERGED,
+    DIVERGED_KEY,
     ENVIRONMENT,
     METRICS,
     Curve,
@@ -115,7 +115,7 @@ def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> 
         lines: lines of metrics.jsonl.
         validation: the validation at the run's last step; None: the run has not reached this step.
     """
-    if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
+    if reason := next((str(line[DIVERGED_KEY]) for line in lines if DIVERGED_KEY in line), ""):
         return reason
     if validation and not math.isfinite(_loss_and_unigram(validation)[0]):
         return "final val/loss is not finite"

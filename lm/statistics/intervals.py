@@ -96,7 +96,7 @@ class Estimate:
         return Interval(mean, mean - half, mean + half, self.noise_source)
 
 
-def _estimate(
+def _make_estimate(
     mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, noise_source: str
 ) -> Estimate:
     """Make the estimate of means from their variances. A standard error up to 1e-9 times `largest_value` is rounding,
@@ -161,7 +161,7 @@ def interval_over_documents(values: np.ndarray, weights: np.ndarray, groups: np.
     if not np.isfinite(values).all():
         return Interval(np.nan, np.nan, np.nan, noise_source)
     (mean,), variance, degrees = _mean_variance(values[:, None], weights, labels)
-    return _estimate(mean, variance[0], degrees, np.abs(values).max(), noise_source).interval()
+    return _make_estimate(mean, variance[0], degrees, np.abs(values).max(), noise_source).interval()
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
@@ -192,7 +192,7 @@ def estimate_over_seeds(values: np.ndarray) -> Estimate:
     """Return the estimate of means over seeds, by Student's t; `values` is (..., seeds), with at least two seeds."""
     seeds, is_finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
     values = np.where(is_finite, values, np.nan)
-    return _estimate(
+    return _make_estimate(
         values.mean(-1), values.var(-1, ddof=1) / seeds, seeds - 1, np.abs(values).max(-1), f"{seeds} seeds"
     )
 
@@ -326,9 +326,9 @@ def estimate_over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, g
     denominator = seed_variance**2 / seed_degrees + document_variance**2 / document_degrees
     degrees = np.divide(total**2, denominator, out=np.full(total.shape, float(seed_degrees)), where=denominator > 0)
     sources = (seed_variance, seed_degrees), (document_variance, document_degrees)
-    floors = tuple(_estimate(mean, *source, largest_value, noise_source) for source in sources)
+    floors = tuple(_make_estimate(mean, *source, largest_value, noise_source) for source in sources)
     return replace(
-        _estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, noise_source),
+        _make_estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, noise_source),
         floors=floors,
     )
 

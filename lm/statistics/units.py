@@ -55,7 +55,7 @@ def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
     if not rows["until"].notna().any():
         return rows
-    return mean(rows, ["sample"], rows["until"] - rows["x"]).assign(until=rows["until"].iloc[-1])
+    return grouped_mean(rows, ["sample"], rows["until"] - rows["x"]).assign(until=rows["until"].iloc[-1])
 
 
 def weighted_mean(rows: pd.DataFrame) -> float:
@@ -64,7 +64,7 @@ def weighted_mean(rows: pd.DataFrame) -> float:
     return float(np.average(rows["value"], weights=rows["weight"])) if len(rows) else math.nan
 
 
-def mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1.0) -> pd.DataFrame:
+def grouped_mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1.0) -> pd.DataFrame:
     """Return the weighted mean of `value` over the rows with equal `keys`, in the order in which these keys come first.
     Other columns have the values of the first of these rows.
 

@@ -39,7 +39,7 @@ VerdictKind = Literal[
     "unstable", "not tuned", "not learned",
 ]  # fmt: skip
 Obstacle = tuple[VerdictKind, str, str]  # what keeps an arm from an answer: kind, reason, and reason in a few words
-UNTUNED: Obstacle = (
+UNTUNED_OBSTACLE: Obstacle = (
     "not tuned",
     "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged: give tune.grid "
     "other values",
@@ -352,7 +352,7 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
         elif seeds < MIN_SEEDS:
             reason = f"{seed_count_text(seeds)} in common" if is_paired else f"an arm has {seed_count_text(seeds)}"
             obstacle = "incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds"
-        kind, reason, open_reason = obstacle or _answer(
+        kind, reason, open_reason = obstacle or _kind_and_reason(
             stack, interval, joint_p, error == 0, needed_seeds, margin, family.alpha
         )
         yield Verdict(
@@ -362,7 +362,7 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
         )  # fmt: skip
 
 
-def _answer(
+def _kind_and_reason(
     stack: Comparison,
     interval: Interval,
     p: float,

@@ -26,7 +26,7 @@ from lm.runs.evaluations import VALIDATION, evaluation_files, evaluation_path, l
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
-    DIVERGED,
+    DIVERGED_KEY,
     ENVIRONMENT,
     EVALUATIONS,
     METRICS,
@@ -125,7 +125,7 @@ def fit(
         # if a child fails, Lightning kills the first process, which may still write
         return 0 if process.is_child else status
     except Diverged as error:
-        run.log(error.step, {DIVERGED: str(error)})
+        run.log(error.step, {DIVERGED_KEY: str(error)})
         if process.is_child:  # the first process reports it
             return 0
         raise

@@ -37,22 +37,22 @@ def this_process(config: Config) -> Process:
     """
     devices, num_nodes, n_processes = config.trainer.devices, config.trainer.num_nodes, config.world_size
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        process, expected = Process(_number("RANK"), "torchrun"), {"WORLD_SIZE": n_processes}
-    elif _number("SLURM_STEP_NUM_TASKS", "1") > 1:
-        process = Process(_number("SLURM_PROCID"), "srun")
+        process, expected = Process(_environment_number("RANK"), "torchrun"), {"WORLD_SIZE": n_processes}
+    elif _environment_number("SLURM_STEP_NUM_TASKS", "1") > 1:
+        process = Process(_environment_number("SLURM_PROCID"), "srun")
         expected = {"SLURM_NTASKS": n_processes, "SLURM_NTASKS_PER_NODE": devices, "SLURM_NNODES": num_nodes}
     elif num_nodes > 1:
         reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
         raise ConfigError([Problem("trainer.num_nodes", num_nodes, reason, remedy)])
     elif "WORLD_SIZE" in os.environ:
-        rank = _number("LOCAL_RANK", "0")
+        rank = _environment_number("LOCAL_RANK", "0")
         process, expected = Process(rank, "lightning", is_child=rank > 0), {"WORLD_SIZE": n_processes}
     elif "LOCAL_RANK" in os.environ:  # Lightning would wait for processes that nobody starts
         raise _variable_error("LOCAL_RANK", "no launcher gave this rank: there is no WORLD_SIZE")
     else:
         return Process(0, "lightning")
     for name, number in expected.items():
-        if _number(name) != number:
+        if _environment_number(name) != number:
             reason = f"must be {number}, as trainer.devices = {devices} and trainer.num_nodes = {num_nodes}"
             raise _variable_error(name, reason)
     if process.rank >= n_processes:
@@ -60,7 +60,7 @@ def this_process(config: Config) -> Process:
     return process
 
 
-def _number(name: str, default: str | None = None) -> int:
+def _environment_number(name: str, default: str | None = None) -> int:
     """Return the whole number in an environment variable, or `default` if the variable is unset. Raises ConfigError:
     there is no such number.
     """

@@ -90,12 +90,12 @@ class FailsafeLogger(RunLogger):
 
     def attempt(self, function: Callable[..., None], *arguments: object) -> None:
         """Call `function`, unless this log has failed before."""
-        if self.failed:
+        if self.has_failed:
             return
         try:
             function(*arguments)
         except Exception as error:  # any error of a logger, such as for a killed process of wandb or a full disk
-            self.failed = True
+            self.has_failed = True
             reason = one_line(error, 120)
             print(
                 f"note: {self.label} failed and gets nothing more ({reason}); metrics.jsonl has all numbers", flush=True

@@ -20,7 +20,7 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import for_inference
-from lm.report.comparison import interval_of
+from lm.report.comparison import run_interval
 
 CPU = Device(torch.device("cpu"), bf16=False)
 LENGTH = 220  # tokens: the tests' vocabulary is small
@@ -170,7 +170,7 @@ def test_questions_of_one_sequence_are_one_group(tiny):
     assert accuracy.references == {"chance": pytest.approx((3 / 3 + 2 / 2 + 2) / 7)}, (
         "the third sequence is asked one question of three"
     )
-    assert interval_of(accuracy.points[0].rows, accuracy.means[0]).noise_source == "sequences, 1 seed"
+    assert run_interval(accuracy.points[0].rows, accuracy.means[0]).noise_source == "sequences, 1 seed"
 
 
 def test_numbers_beside_the_needle_make_a_chance(tiny):

@@ -26,7 +26,7 @@ from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
 from lm.model.swapped import score_factors, with_normalizer
-from lm.report.comparison import interval_of
+from lm.report.comparison import run_interval
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import logged_means
 from lm.runs.loading import load
@@ -233,7 +233,7 @@ def swap(
     swapped = swap_run(source, checkpoint, target, init, out, list(overrides)).evaluation
     curves = {curve.metric: curve for curve in curves_of(swapped)}
     change = curves["change of loss"]
-    return interval_of(change.points[0].rows, change.means[0]), curves["KL divergence"].means[0]
+    return run_interval(change.points[0].rows, change.means[0]), curves["KL divergence"].means[0]
 
 
 def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(trained: Path, tmp_path: Path):

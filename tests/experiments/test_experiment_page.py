@@ -22,7 +22,7 @@ from lm.config.load import to_yaml
 from lm.experiments.page import trends
 from lm.experiments.procedure import Procedure, Run
 from lm.report.comparison import REPORTING
-from lm.runs.folder import CONFIG, DIVERGED, METRICS
+from lm.runs.folder import CONFIG, DIVERGED_KEY, METRICS
 from lm.runs.manifest import read_file
 
 STEPS = 200
@@ -59,7 +59,7 @@ def diverge(run: Run) -> None:
     folder = finish(run, losses(run))
     shutil.rmtree(folder / "checkpoints")
     with (folder / METRICS).open("a") as log:
-        log.write(json.dumps({"step": STEPS, DIVERGED: "loss is not finite"}) + "\n")
+        log.write(json.dumps({"step": STEPS, DIVERGED_KEY: "loss is not finite"}) + "\n")
 
 
 def losses(run: Run) -> float:

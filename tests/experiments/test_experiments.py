@@ -20,7 +20,7 @@ from lm.evaluation.held_out import LongContext
 from lm.evaluation.metrics import metrics_of
 from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, start
 from lm.experiments.definition import read_experiment
-from lm.experiments.loop import ExperimentTrainer, RunsFailed, Stopped
+from lm.experiments.loop import ExperimentTrainer, RunsFailed, TrainingStopped
 from lm.experiments.procedure import Procedure, Run, commands, forget_failures
 from lm.experiments.run_outcome import Outcome
 from lm.runs.evaluations import evaluation_path
@@ -82,7 +82,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
 def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     path = write_experiment(tmp_path, tune=None)
     procedure = Procedure(read_experiment(path, overrides))
-    with pytest.raises(Stopped, match=r"stopped by SIGINT: .*the same command goes on"):
+    with pytest.raises(TrainingStopped, match=r"stopped by SIGINT: .*the same command goes on"):
         trainer_that_calls(procedure, lambda run: here(run) if run.arm == "softmax" else interrupt()).train_all()
     assert [run.outcome.state for run in procedure.known_runs()] == [
         "finished",

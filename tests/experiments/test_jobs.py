@@ -18,7 +18,7 @@ from waiting import wait_until
 
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
-from lm.experiments.loop import ExperimentTrainer, Stopped
+from lm.experiments.loop import ExperimentTrainer, TrainingStopped
 from lm.experiments.procedure import Procedure, forget_failures, read_failure
 from lm.files import read_json
 from lm.machine import process_start
@@ -77,7 +77,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
     stopper = threading.Thread(target=stop)
     stopper.start()
     with pytest.raises(
-        Stopped, match=r"stopped by SIGTERM: runs that saved and ended: 1; the same command goes on"
+        TrainingStopped, match=r"stopped by SIGTERM: runs that saved and ended: 1; the same command goes on"
     ) as error:
         ExperimentTrainer(procedure, [()]).train_all()
     stopper.join()

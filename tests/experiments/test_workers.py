@@ -22,7 +22,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments import loop
 from lm.experiments.compare import experiment_lock, open_experiment, start
 from lm.experiments.definition import read_experiment
-from lm.experiments.loop import Cluster, Training
+from lm.experiments.loop import Cluster, TrainingJob
 from lm.files import read_json, write_json
 
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
@@ -82,7 +82,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     monkeypatch.setattr("submitit.JobEnvironment", lambda: SimpleNamespace(job_id="7", global_rank=0))
     run = procedure.known_runs()[0]
     write_json(run.log_file("job.json"), {"engine": "slurm", "id": "7", "born": ""})
-    job, resubmitted = Training(run), []
+    job, resubmitted = TrainingJob(run), []
 
     def requeue(number: int, frame: object) -> None:
         resubmitted.append(job.checkpoint())

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from reported import build_run, compare_folders, pictures, write_report, write_rows
 
-from lm.evaluation.evaluation_kind import rows, units_frame
+from lm.evaluation.evaluation_kind import metric_rows, units_frame
 from lm.report.comparison_tables import comparison_tables, run_facts
 from lm.runs.evaluations import Axis, Metric
 
@@ -31,9 +31,9 @@ def probe(rng: np.random.Generator, level: float) -> pd.DataFrame:
     points = replace(sparsity, name="", unit="tokens", quantity="reach", axis=depth, caption="reach by depth", **words)
     return pd.concat(
         [
-            rows(number, **measured("n", 1)),
-            rows(bins, **measured("b", 3), x=[0, 64, 128], until=[64, 128, 256]),
-            *(rows(points, **measured(f"p{x}", 1, 10 + int(2 * x)), x=[x], task="books") for x in (0.0, 0.5)),
+            metric_rows(number, **measured("n", 1)),
+            metric_rows(bins, **measured("b", 3), x=[0, 64, 128], until=[64, 128, 256]),
+            *(metric_rows(points, **measured(f"p{x}", 1, 10 + int(2 * x)), x=[x], task="books") for x in (0.0, 0.5)),
         ],
         ignore_index=True,
     )

@@ -26,7 +26,7 @@ from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import Device
 from lm.runs.evaluations import evaluation_path, measuring_code
-from lm.runs.folder import CONFIG, DIVERGED, METRICS
+from lm.runs.folder import CONFIG, DIVERGED_KEY, METRICS
 from lm.runs.manifest import MANIFEST
 from lm.runs.record import read_run
 
@@ -149,7 +149,7 @@ def with_empty_config(procedure: Procedure) -> None:
 
 def diverged(procedure: Procedure) -> None:
     with (ours(procedure).config.run_folder / METRICS).open("a") as log:
-        log.write(json.dumps({"step": 8, DIVERGED: "the loss is not finite"}) + "\n")
+        log.write(json.dumps({"step": 8, DIVERGED_KEY: "the loss is not finite"}) + "\n")
 
 
 ALTERED = r"was altered, or is of another folder \(its sha256 is not in manifest\.jsonl\); bring it back"

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from fabricated import EMPTY_FRAME, make_evaluation, write_evaluation
 
-from lm.evaluation.evaluation_kind import rows, units_frame
+from lm.evaluation.evaluation_kind import metric_rows, units_frame
 from lm.report.comparison import reporting_rows, rows_at_places
 from lm.report.frame import evaluation_block, frame
 from lm.runs.evaluations import (
@@ -32,11 +32,11 @@ def by_position() -> pd.DataFrame:
     )  # fmt: skip
     values = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, 6.0]])
     units = units_frame("abc", np.array([0, 0, 1]), fingerprint="data")
-    return rows(about, values, units, [0, 4], [4, 16], "books", "as trained")
+    return metric_rows(about, values, units, [0, 4], [4, 16], "books", "as trained")
 
 
 def scalar() -> pd.DataFrame:
-    return rows(Metric("", "nats per token", "lower", quantity="loss"), 3.0)
+    return metric_rows(Metric("", "nats per token", "lower", quantity="loss"), 3.0)
 
 
 def by_length(options: str = "", setting: str = "") -> pd.DataFrame:
@@ -44,7 +44,7 @@ def by_length(options: str = "", setting: str = "") -> pd.DataFrame:
     about = Metric("", "fraction", "higher", "", "accuracy", "questions", True, lengths, options=options)
     return pd.concat(
         [
-            rows(about, np.full((count, 1), 0.5), units, [length], task="needle", setting=setting)
+            metric_rows(about, np.full((count, 1), 0.5), units, [length], task="needle", setting=setting)
             for length, count in ((64, 2), (128, 5))
             for units in [units_frame(f"{length}", np.arange(count), np.full(count, 8))]
         ]
@@ -79,7 +79,7 @@ def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
 @pytest.mark.parametrize(("weights", "mean"), [([1, 0, 3], 4), ([0, 0, 0], np.nan)])
 def test_a_unit_of_weight_0_has_no_value(weights: list[int], mean: float):
     units = units_frame("abc", np.arange(3), np.array(weights))
-    loss = rows(Metric(quantity="loss", units="documents"), np.array([[1], [7], [5]]), units)
+    loss = metric_rows(Metric(quantity="loss", units="documents"), np.array([[1], [7], [5]]), units)
     assert point_means(evaluation_rows([make_evaluation(loss)]))["value"].tolist() == pytest.approx([mean], nan_ok=True)
 
 
@@ -87,7 +87,7 @@ def test_a_unit_of_weight_0_has_no_value(weights: list[int], mean: float):
 def test_reports_leave_out_documents_that_select_unless_all_do(documents: int):
     (label,) = np.flatnonzero(selection_mask("data", np.arange(40)))[:1]
     groups = np.arange(40) if documents > 1 else np.full(40, label)
-    loss = rows(
+    loss = metric_rows(
         Metric(quantity="loss", units="documents"), np.arange(40.0)[:, None], units_frame("a", groups, None, "data")
     )
     kept = reporting_rows(evaluation_rows([make_evaluation(loss)]))
@@ -110,7 +110,7 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
 @pytest.mark.parametrize("part", ["selects", "reports", ""])
 def test_where_a_part_is_empty_all_sequences_choose_the_best_checkpoint(part: str):
     units = units_frame("abc", np.arange(3)).assign(part=part)
-    loss = rows(Metric(LOSS, quantity=LOSS, units="documents"), np.array([[1.0], [2.0], [6.0]]), units)
+    loss = metric_rows(Metric(LOSS, quantity=LOSS, units="documents"), np.array([[1.0], [2.0], [6.0]]), units)
     assert selection_loss(make_evaluation(loss))[0] == 3
 
 

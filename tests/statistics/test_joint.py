@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import beta, dunnett, t, ttest_1samp, ttest_ind
 
 from lm.statistics.intervals import MAX_CORRELATION, Family, bounded_ends, joint_tail_probability, mean_correlation
-from lm.statistics.verdicts import UNTUNED, Comparison, family_of, stack_comparisons, verdicts
+from lm.statistics.verdicts import UNTUNED_OBSTACLE, Comparison, family_of, stack_comparisons, verdicts
 
 TABLES = 500  # random tables of each design
 
@@ -132,7 +132,7 @@ def test_equivalence_of_accuracies_takes_seeds_enough_to_see_one_fail():
         fewest = next(n for n in range(3, 99) if (1 - margin) ** n < family.alpha)
         for seeds in (fewest - 1, fewest):
             values = accuracy([0.0] * seeds)
-            others = [Comparison((), obstacle=UNTUNED)] * (count - 1)
+            others = [Comparison((), obstacle=UNTUNED_OBSTACLE)] * (count - 1)
             verdict = verdicts(dict(enumerate([values, *others])), margin)[0]
             assert verdict.kind == ("undecided" if seeds < fewest else "no difference above margin")
             assert verdict.interval.is_bounded

@@ -14,7 +14,7 @@ from scipy.stats import chi2, nct, t, ttest_1samp
 
 from lm.statistics.intervals import estimate_over_seeds_and_documents
 from lm.statistics.verdicts import (
-    UNTUNED,
+    UNTUNED_OBSTACLE,
     Comparison,
     power,
     seeds_needed,
@@ -197,7 +197,7 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     units = np.array(values)[:, None] + np.random.default_rng(0).normal(0, 0.02, (7, 9))
     on_other_text = estimate_over_seeds_and_documents(units[None, None], np.ones(9), np.arange(9))
     comparison = Comparison(values, document_estimate=on_other_text)
-    nothing = Comparison((), obstacle=UNTUNED)
+    nothing = Comparison((), obstacle=UNTUNED_OBSTACLE)
     for count in (1, 4, 6):
         verdict = verdicts(dict(enumerate([comparison] + [nothing] * (count - 1))), MATTERS)[0]
         alpha = 1 - 0.95 ** (1 / count)
