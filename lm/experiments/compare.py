@@ -201,8 +201,8 @@ def start(experiment: Experiment, jobs: int = 1) -> Procedure:
 
 
 def _check_held_out_text(experiment: Experiment, store: Store) -> None:
-    """Check that a held-out document is left to report results on and, with tuning, another to choose rates on.
-    Raises ConfigError.
+    """Check that a held-out document is left to report results on and, with tuning, another to choose rates on. Raises
+    ConfigError otherwise.
     """
     config = experiment.first_config
     if not experiment.has_documents:
@@ -225,8 +225,9 @@ def _first_start_record(experiment: Experiment) -> dict[str, Plain]:
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
-    """Settle `SHARED_SETTINGS` for this machine. Whether runs are compiled depends on a baseline run's cost in the
-    first size, and on the number of baseline runs, which share compiled code."""
+    """Choose the `SHARED_SETTINGS`, such as precision and number of threads, for this machine. Whether runs are
+    compiled depends on a baseline run's cost in the first size, and on the number of baseline runs, which share
+    compiled code."""
     config, tune = experiment.first_config, experiment.tune
     accelerator = "gpu" if count_gpus(config) else "cpu"
     precision = resolve_precision(config, accelerator, {}).value

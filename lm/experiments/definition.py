@@ -55,7 +55,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm is one of the things that the experiment compares: the base configuration with these changes."""
+    """An arm is one of the variants that an experiment compares: the base configuration with some changes."""
 
     name: str
     changes: dict[str, Plain]  # how the arm's configuration differs from the base

@@ -140,7 +140,7 @@ class Judgement:
 
     @property
     def primary(self) -> PrimaryMetric:
-        """Return the metric that decides."""
+        """Return the metric that decides the verdicts."""
         return self.question.primary
 
     @cached_property
@@ -168,8 +168,8 @@ class Judgement:
         return {size_arm: self._comparison(*size_arm) for size_arm in self.question.size_arms}
 
     def judged_runs(self, size: str, arm: str) -> list[int]:
-        """Return the numbers of an arm's runs at the rate at which the arm is judged, ordered by seed; empty without a
-        rate."""
+        """Return the indices, in `runs`, of an arm's runs at the rate at which the arm is judged, ordered by seed. The
+        list is empty while no rate is chosen."""
         rates = self.question.rates[size] or {}
         return self.runs_by_arm.get((size, arm), {}).get(rates[arm], []) if arm in rates else []
 
@@ -452,7 +452,8 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
     arm of a size, a column for each seed.
 
     Spreads are standard deviations with 95 % intervals, pooled over arms: of single runs, and of differences between
-    two arms paired by seed, over the seeds that all arms of a size share. `is_paired`: whether seeds have names.
+    two arms paired by seed, over the seeds that all arms of a size share. `is_paired`: whether columns are known seeds,
+    so that runs of two arms can be paired. `difference`: a difference for which the seeds that detect it are counted.
     """
     degrees = runs.count(axis=1) - 1
     largest = float(runs.abs().max(axis=None))

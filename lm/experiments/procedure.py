@@ -530,6 +530,6 @@ def failed_runs(procedure: Procedure) -> list[tuple[Run, Failure]]:
 
 
 def forget_failures(procedure: Procedure) -> None:
-    """Let the runs that failed be tried again."""
+    """Delete the records of failures, so that the runs that failed are tried again."""
     for run in procedure.known_runs():
         run.log_file(FAILURE_SUFFIX).unlink(missing_ok=True)

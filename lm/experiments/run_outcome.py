@@ -161,7 +161,7 @@ class Outcome:
     @cached_property
     def is_measured(self) -> bool:
         """Return whether each evaluation in `required_options` was made at the last step with these options. Without
-        such options, the metric must have been measured with the run's own, or not at all."""
+        such options, the metric must have been measured with the run's own options, or not at all."""
         if not self.required_options:
             measurement = self.measurement(self.metric)
             return measurement is None or self._has_own_options(measurement)
@@ -210,7 +210,7 @@ class Outcome:
 
     def _check_logged(self, path: Path, evaluation: Evaluation) -> None:
         """Check that an evaluation has the means that training has logged, up to the rounding of other hardware. Raises
-        RunError.
+        RunError: a mean differs.
         """
         logged = {name: value for line in self.log_lines if line.get("step") == evaluation.step
                   for name, value in line.items() if isinstance(value, int | float)}  # fmt: skip

@@ -187,7 +187,8 @@ def read_table(path: str | os.PathLike, arm: str) -> pd.DataFrame:
     """Read a table of runs: a CSV file, JSON lines, a list of numbers, a JSON object with a list for each arm, or
     `wandb:ENTITY/PROJECT`.
 
-    Fields of nested objects become columns such as `config.lr`. `arm` names the column of arms. Raises RunError.
+    Fields of nested objects become columns such as `config.lr`. `arm` names the column of arms. Raises RunError: the
+    table can't be read.
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
@@ -227,7 +228,7 @@ def read_table(path: str | os.PathLike, arm: str) -> pd.DataFrame:
 
 def _wandb_rows(project: str) -> pd.DataFrame:
     """Read the runs of a project of W&B, a row each, with configuration and summary in columns such as `config.lr`.
-    Raises RunError."""
+    Raises RunError: the project can't be read."""
     try:
         import wandb  # takes half a second to import
 
@@ -281,7 +282,7 @@ def _flat_rows(rows: list[dict[str, Plain]]) -> pd.DataFrame:
 
 def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Direction:
     """Return which direction of the metric is better: the argument `better`, else the entry of the column `better`,
-    else lower. Raises RunError: they are several, or unknown."""
+    else lower. Raises RunError: the column has several directions, or an unknown one."""
     found = {*rows["better"].dropna()} - {"none", ""} if "better" in rows else set()
     found |= {better} - {None}
     if len(found) > 1 or found - {*get_args(Direction)}:
@@ -306,7 +307,8 @@ def _check_seeds(
 
 
 def _unlearned_levels(frame: pd.DataFrame, better: str) -> pd.Series:
-    """Return the column `unlearned` of `judge`, by the column `chance`."""
+    """Return the column `unlearned` that `judge` takes: `chance (LEVEL)` for runs that are not better than the level in
+    the column `chance`, else an empty text."""
     levels = pd.Series("", frame.index)
     is_known = frame["chance"].notna() & (frame["state"] == FINISHED)
     for _, run in frame[is_known].groupby(_RUN_COLUMNS, dropna=False):

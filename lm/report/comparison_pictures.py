@@ -253,8 +253,8 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
 
 
 def heat_maps(comparison: ArmComparison) -> list[Picture]:
-    """Return pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle
-    depth and length. Each map shows an arm's mean over seeds."""
+    """Return pictures with heat maps of metrics that are fractions and have more than `MAX_TASKS_WITHOUT_MAP` tasks,
+    such as accuracy by needle depth and length. Each map shows an arm's mean over seeds."""
     rows, pictures = comparison.all_rows, []
     is_fraction = (rows["unit"] == "fraction") & ~rows["control"]
     means = point_means(rows[is_fraction & (rows["title"] == "") & (rows["shape"] == "points")])

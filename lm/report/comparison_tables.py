@@ -123,7 +123,7 @@ def _difference_table(comparison: ArmComparison, differences: list[Difference]) 
 
 
 def comparison_notes(comparison: ArmComparison) -> list[str]:
-    """Return notes on which documents and seeds numbers are of, and on why differences are missing."""
+    """Return notes on the documents and seeds over which means are taken, and on why differences are missing."""
     lines = [REPORTING_NOTE] * bool((comparison.rows["part"] == "reports").any())
     intervals = [difference.interval for difference in comparison.differences if difference.interval]
     lines += [ONE_SEED_NOTE] * any(interval.noise_source.endswith(", 1 seed") for interval in intervals)
@@ -185,7 +185,7 @@ def _costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
 class Fact:
     """Holds a setting or measurement of all runs: its value as text, by arm if arms differ, and whether all runs agree.
 
-    `agrees` is None if it is unknown whether runs agree. `condition`: whether a fair comparison needs the runs to
+    `agrees` is None if it is unknown whether runs agree. `is_condition`: whether a fair comparison needs the runs to
     agree.
     """
 

@@ -95,7 +95,7 @@ class Panel:
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """Holds a heat map: values over two axes as colours."""
+    """Holds a heat map: a table of values that is drawn as a grid of coloured cells."""
 
     title: str
     x_label: str

@@ -153,7 +153,8 @@ def _loss_and_unigram(validation: Evaluation) -> tuple[float, float]:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """A run record is the content of a run folder."""
+    """A run record holds the configuration, environment, logged metrics and last evaluations that a run folder
+    contains."""
 
     folder: Path
     name: str

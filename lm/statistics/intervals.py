@@ -233,7 +233,7 @@ def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tu
 
 
 def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
-    """Return the upper ends of `bounded_ends`."""
+    """Return the upper ends of the intervals that `bounded_ends` returns."""
     from scipy.optimize.elementwise import find_root  # `scipy` doesn't import it at its first use
 
     *shape, count = values.shape

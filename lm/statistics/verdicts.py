@@ -51,7 +51,8 @@ Ends = tuple[np.ndarray, np.ndarray]  # lower and upper ends of intervals
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Holds the differences between an arm and the baseline in the primary metric, and says how they are to be read."""
+    """Holds the differences between an arm and the baseline in the primary metric, and how they are judged: rates,
+    pairing of runs, better direction and bounds of the metric."""
 
     # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for
     # several learning rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best
@@ -77,8 +78,8 @@ class Comparison:
 
     @cached_property
     def differences_by_rate(self) -> np.ndarray:
-        """Return the differences as an array, (the arm's rates, the baseline's rates, seeds), perhaps of many
-        comparisons."""
+        """Return the differences as an array, (the arm's rates, the baseline's rates, seeds). If many comparisons are
+        stacked as one, their number is a first dimension."""
         return np.array(self.rate_differences, dtype=float, order="C", ndmin=3)  # sums depend on the order
 
     @property
@@ -141,8 +142,8 @@ class Comparison:
     def _t_ends(self, estimates: Estimate, alpha: float) -> Ends:
         """Return the ends of the interval of each mean by Student's t.
 
-        Where all seeds agree in a bounded metric, the exact test says whether 0 is left out, and no more: the end that
-        is next to 0 is then `_bounded_ends`.
+        Where all seeds agree in a bounded metric, the exact test only says whether the interval leaves out 0. The end
+        next to 0 is then taken from `_bounded_ends`.
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half
@@ -453,8 +454,9 @@ def combine_over_rates(values: np.ndarray, all_pairs: bool) -> np.ndarray:
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> float:
     """Return the probability that a two-sided test at `alpha` finds a mean `difference`.
 
-    spread: the standard deviation over seeds of paired differences; of unpaired runs the root of both arms' variances.
-    arms: degrees of freedom a seed: 1 for pairs, 2 for unpaired runs of two arms that scatter alike.
+    spread: the standard deviation over seeds of paired differences; for unpaired runs, the root of the sum of both
+    arms' variances.
+    arms: degrees of freedom per seed: 1 for pairs, 2 for unpaired runs of two arms that scatter alike.
     """
     if spread == 0:  # the sign-flip test decides
         return float(bool(difference) and 2.0 ** (1 - seeds) <= alpha)

@@ -188,7 +188,7 @@ class SwapEffect(StepCallback):
     """This callback measures the effect of a swap of the normalizers where a phase begins."""
 
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """Compare the models before and after the swap, and free the memory of the one before."""
+        """Compare the models before and after the swap, and free the memory of the model before the swap."""
         if old_decoder := module.start.replaced_decoder:
             lines, warning = swap_lines(old_decoder, module.decoder, trainer.global_step)
             for line in filter(None, [*lines, warning]):

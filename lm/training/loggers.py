@@ -1,4 +1,4 @@
-"""The loggers of a run are Lightning's Loggers: metrics.jsonl, wandb and those that users name."""
+"""The loggers of a run are Lightning's Loggers: metrics.jsonl, wandb, and loggers that users name."""
 
 import json
 import math

@@ -60,8 +60,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
     def _update_matrices(self, group: dict[str, object]) -> None:
-        """Update the group's matrices with Muon. Each step slices projections anew, as the matrices may have moved in
-        memory.
+        """Update the matrices of a parameter group with Muon. Each step takes slices of projections anew, as the
+        matrices may have moved in memory.
         """
         momentum, batch, n_elements = self.options.momentum, [], 0
         for name, matrix in zip(group["param_names"], group["params"], strict=True):

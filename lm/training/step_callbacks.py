@@ -1,4 +1,4 @@
-"""These callbacks act around the optimizer steps: a signal that stops the run, metrics, the progress bar,
+"""These callbacks act after optimizer steps: they stop the run at a signal, log metrics, show progress, and save
 checkpoints.
 """
 
@@ -196,7 +196,7 @@ class Checkpoints(StepCallback):
 
     def on_exception(self, trainer: L.Trainer, module: LanguageModel, exception: BaseException) -> None:
         """Save a checkpoint if SIGTERM came while Lightning's handler was set, before `StepData` set the run's own
-        again.
+        handler again.
         """
         if isinstance(exception, SIGTERMException):
             self.on_train_end(trainer, module)

@@ -49,7 +49,7 @@ def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
     assert diff["model.normalizer.name"] == ("softmax", "ssmax")
     assert diff["model.normalizer.scale"] == ("-", "learned")
     assert diff["log.every"] == ("10", "5")
-    assert [fact.name for fact in run_facts(comparison) if fact.condition and not fact.agrees] == [
+    assert [fact.name for fact in run_facts(comparison) if fact.is_condition and not fact.agrees] == [
         "learning rate and schedule"
     ]
     assert comparison.warning in write_report(folders, tmp_path / "out").html.read_text()
