@@ -32,7 +32,7 @@ from lm.experiments.loop import (
     run_slots,
 )
 from lm.experiments.page import send_experiment, write_verdicts
-from lm.experiments.procedure import Procedure, Run, commands, forget_failures
+from lm.experiments.procedure import Procedure, Run, forget_failures, remaining_commands
 from lm.files import folder_lock, json_bytes
 from lm.machine import threads_per_process
 from lm.model.decoder import Decoder
@@ -121,7 +121,7 @@ def print_commands(experiments: list[Experiment], options: TrainingOptions) -> N
                 forget_failures(procedure)
         for run in ExperimentTrainer(procedure, [()]).free_runs():
             python = [sys.executable, "-P", "-m", "lm"]  # -P: a folder `lm` in the current one is not the package
-            shell_commands = [shlex.join([*python, *command]) for command in commands(run)]
+            shell_commands = [shlex.join([*python, *command]) for command in remaining_commands(run)]
             print(" && ".join(shell_commands), flush=True)
 
 
@@ -232,7 +232,7 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     accelerator = "gpu" if count_gpus(config) else "cpu"
     precision = resolve_precision(config, accelerator, {}).value
     runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
-    flops = cost(config, expected_vocab_size(config.data) or 1).flops
+    flops = run_cost(config, expected_vocab_size(config.data) or 1).flops
     processes = jobs * (1 if accelerator == "gpu" else config.trainer.devices)  # a run takes a slot for each GPU
     return {
         "precision": 32 if precision == "32" else precision,
@@ -307,7 +307,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
 
 def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     """Yield the lines of a plan: the runs, their resources, time and settings, what the seeds find, and notes."""
-    experiment, run_costs = procedure.experiment, costs(procedure)
+    experiment, run_costs = procedure.experiment, costs_by_arm(procedure)
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
     for (size, arm), run in run_costs.items():
@@ -359,7 +359,7 @@ class Cost:
     flops: int  # floating-point operations of its training
 
 
-def cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
+def run_cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
     """Return the resources of a run that is trained from `first_step` on."""
     with torch.device("meta"):
         decoder = Decoder(config.model_in_phase(0), vocab_size, config.data.seq_len, seed=None)
@@ -367,7 +367,7 @@ def cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
     return Cost(count_parameters(decoder)["total"], tokens, flops_per_token(decoder) * tokens)
 
 
-def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
+def costs_by_arm(procedure: Procedure) -> dict[tuple[str, str], Cost]:
     """Return the resources of a run of each size and arm; {} if the size of the vocabulary is unknown before text is
     prepared."""
     experiment, costs_of_arms = procedure.experiment, {}
@@ -375,7 +375,7 @@ def costs(procedure: Procedure) -> dict[tuple[str, str], Cost]:
     for size, arm in experiment.size_arms if vocab_size else ():
         config = experiment.example_config(size, arm)
         first_step = arm.branch_step or 0 if arm.is_trained else config.trainer.max_steps
-        costs_of_arms[size, arm.name] = cost(config, vocab_size, first_step)
+        costs_of_arms[size, arm.name] = run_cost(config, vocab_size, first_step)
     return costs_of_arms
 
 

@@ -29,9 +29,9 @@ from lm.experiments.procedure import (
     Failure,
     Procedure,
     Run,
-    commands,
     next_runs,
     read_failure,
+    remaining_commands,
 )
 from lm.experiments.run_outcome import Outcome
 from lm.files import folder_lock, read_json, write_json
@@ -92,7 +92,7 @@ class ChildProcesses:
         while not rank and is_training(run.config.run_folder) and not self._stopping.is_set():
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
-        for command in [] if status else commands(replace(run, outcome=replace(run.outcome))):
+        for command in [] if status else remaining_commands(replace(run, outcome=replace(run.outcome))):
             status = self._execute(run, command, devices) if not rank or command[0] == "train" else 0
             if status:
                 break

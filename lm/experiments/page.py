@@ -101,7 +101,7 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
 def send_experiment(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
     """Send the report of an experiment to wandb. Raises RunError as `send_report` does."""
     experiment, primary = procedure.experiment, procedure.experiment.primary
-    facts = {"question": question(experiment), "margin": primary.matters, "primary": vars(primary)}
+    facts = {"question": question_text(experiment), "margin": primary.matters, "primary": vars(primary)}
     facts |= {"arms": [arm.name for arm in experiment.arms], "seeds": [*experiment.seeds]}
     runs = [
         {
@@ -152,8 +152,8 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
         "Dots and bars: effects with their intervals, which hold together. Shaded: differences below "
         f"{experiment.primary.matters:g}, which do not matter."
     )
-    words, cards = introduction(records), answers(judgement)
-    page = Page(experiment.name, [*sections, commands], words, question(experiment), cards, margin_note)
+    words, cards = introduction(records), answer_cards(judgement)
+    page = Page(experiment.name, [*sections, commands], words, question_text(experiment), cards, margin_note)
     return page_files(page, folder)
 
 
@@ -192,7 +192,7 @@ def _is_name(key: str) -> bool:
 # ---------------------------------------------------------------- words
 
 
-def question(experiment: Experiment) -> str:
+def question_text(experiment: Experiment) -> str:
     """Phrase the question that the experiment asks about its arms and its baseline, by the primary metric."""
     baseline, *names = (arm.name for arm in experiment.arms)
     listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
@@ -201,7 +201,7 @@ def question(experiment: Experiment) -> str:
     return f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? {direction}"
 
 
-def answers(judgement: Judgement) -> list[Answer]:
+def answer_cards(judgement: Judgement) -> list[Answer]:
     """Return the verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
     margin, effect_name = judgement.primary.matters, f"Difference to {judgement.question.arms[0]}"
     marks, labels = [0.0, -margin, margin], ("0", f"{-margin:+g}", f"{margin:+g}")
@@ -342,7 +342,7 @@ def rates_picture(procedure: Procedure, size: str) -> Picture | None:
         f"{label}, {experiment.data_words(metric, 'selection')}",
         traces,
         {rate: f"{rate:g}" for rate in sorted({*tuning_runs["rate"]})},
-        log=10,
+        log_base=10,
     )
     caption = "Tuning runs: dots are single seeds, lines their means, rings the rates that were chosen."
     if np.isinf(tuning_runs[metric]).any():

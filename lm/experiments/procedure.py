@@ -465,7 +465,7 @@ def mean_cost(costs: Sequence[float]) -> float:
 # ---------------------------------------------------------------- what is left to do of a run
 
 
-def commands(run: Run) -> list[list[str]]:
+def remaining_commands(run: Run) -> list[list[str]]:
     """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The
     configuration that training reads is written beside the run's log. Each command can be stopped and started again.
     """

@@ -83,7 +83,7 @@ def _y_range(title: str, arrays: Sequence[np.ndarray], level: float | None) -> t
 # ---------------------------------------------------------------- while training
 
 
-def curves(
+def curves_picture(
     names: Sequence[str],
     runs: Sequence[DrawnRun],
     titles: Mapping[str, tuple[str, str]],
@@ -225,7 +225,7 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
         sentences.append("Thin: single seeds; thick: their mean.")
     lengths = training_lengths(section)
     words = f"training length{'s' * (len(lengths) > 1)} {', '.join(map(axis_text, lengths))}"
-    axis = {"log": 2 if about.axis.log else 0, "marks": {length: words * (length == lengths[0]) for length in lengths}}
+    axis = {"log_base": 2 if about.axis.log else 0, "marks": {n: words * (n == lengths[0]) for n in lengths}}
     level = None if about.better == "higher" else comparison.level(about.unit)
     x_label = with_unit(about.axis.name, about.axis.unit)
     for index, of_name in section.groupby("name", sort=False):

@@ -21,7 +21,7 @@ from lm.report.comparison_pictures import (
     LOSSES,
     DrawnRun,
     axis_pictures,
-    curves,
+    curves_picture,
     drawn_runs,
     heat_maps,
     parameter_picture,
@@ -112,7 +112,7 @@ class Page:
     margin_note: str = ""
 
 
-def html(page: Page) -> str:
+def page_html(page: Page) -> str:
     """Return the HTML text of a page. The page loads no other files, all its text is escaped, and its only script sorts
     tables."""
     template, script = (
@@ -193,13 +193,13 @@ def run_sections(
         runs: the runs that have begun.
         comparison: the comparison of finished runs; None: there are none.
         size: the model size, with which the names of the sections' files begin, and titles end; empty: there is one.
-        titles: as in `curves`.
+        titles: as in `curves_picture`.
         tuning: a section that follows the first.
         is_omitted: whether to leave out a configuration key that arms differ in.
     """
     prefix, suffix = (f"{size}-", f", {size}") if size else ("", "")
     training = PageSection(f"While training{suffix}")
-    training.add("picture", curves(names, runs, titles, comparison), f"{prefix}curves")
+    training.add("picture", curves_picture(names, runs, titles, comparison), f"{prefix}curves")
     training.add("picture", parameter_picture(names, runs), f"{prefix}normalizer-parameters")
     sections = [training] if tuning is None else [training, tuning]
     if comparison is None:
@@ -239,7 +239,7 @@ def page_files(page: Page, folder: Path) -> dict[Path, bytes]:
         is_table = isinstance(block.content, Table)
         suffix, text = ("csv", to_csv((block.content,))) if is_table else ("svg", block.content.svg)
         contents[folder / f"{block.name}.{suffix}"] = text.encode()
-    return contents | {folder / PAGE: html(page).encode()}
+    return contents | {folder / PAGE: page_html(page).encode()}
 
 
 def write_comparison(comparison: ArmComparison, folder: Path) -> Path:

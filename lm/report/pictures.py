@@ -79,7 +79,7 @@ class Panel:
     y_label: str
     traces: Sequence[Trace]
     ticks: Mapping[float, str] = field(default_factory=dict)  # labels of the x axis by value; empty: at round values
-    log: Literal[0, 2, 10] = 0  # base of a logarithmic x axis, 2 or 10; 0: the axis is linear
+    log_base: Literal[0, 2, 10] = 0  # base of a logarithmic x axis, 2 or 10; 0: the axis is linear
     y_range: tuple[float, float] | None = None  # ends of the y axis; None: the range of the traces
     zero_line: bool = False  # whether a line is drawn at zero, as for differences
     margin: float = 0.0  # half-width of the shaded band around zero, in which differences do not matter; 0: no band
@@ -103,7 +103,7 @@ class HeatMap:
     columns: Sequence[str]
     rows: Sequence[str]
     values: np.ndarray  # (rows, columns); a cell without a finite value has no colour
-    top: float  # the largest value of the scale of colours, which begins at 0
+    max_value: float  # the largest value of the scale of colours, which begins at 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,9 +206,9 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     """Draw a panel's traces, levels, marks and labels into `axes`."""
-    if panel.log:
-        axes.set_xscale("log", base=panel.log)
-    axes.xaxis.set_major_formatter(lambda x, _: _tick_text(x, panel.log == 2))
+    if panel.log_base:
+        axes.set_xscale("log", base=panel.log_base)
+    axes.xaxis.set_major_formatter(lambda x, _: _tick_text(x, panel.log_base == 2))
     if panel.margin:
         axes.axhspan(-panel.margin, panel.margin, color=SHADE, zorder=0)
     if panel.zero_line:
@@ -277,11 +277,11 @@ def _draw_trace(axes: Axes, trace: Trace) -> None:
 def _draw_heat_map(axes: Axes, panel: HeatMap, size: tuple[float, float]) -> None:
     """Draw a heat map with the values in its cells. `size`: width and height in inches of the space for the map."""
     edges = [np.arange(count + 1) - 0.5 for count in panel.values.T.shape]
-    axes.pcolormesh(*edges, panel.values, vmin=0.0, vmax=panel.top, cmap="viridis")
+    axes.pcolormesh(*edges, panel.values, vmin=0.0, vmax=panel.max_value, cmap="viridis")
     axes.invert_yaxis()
     axes.grid(visible=False)
     for (row, column), value in np.ndenumerate(panel.values):
-        text, colour = f"{value:.2f}", "#010101" if value > 0.6 * panel.top else "#fefefe"
+        text, colour = f"{value:.2f}", "#010101" if value > 0.6 * panel.max_value else "#fefefe"
         text, colour = (text, colour) if np.isfinite(value) else ("-", GREY)
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour)
     for axis, labels, inches in zip((axes.xaxis, axes.yaxis), (panel.columns, panel.rows), size, strict=True):

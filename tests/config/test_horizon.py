@@ -12,7 +12,7 @@ from folders import delete_checkpoints_after, run_differences
 from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.experiments.compare import costs
+from lm.experiments.compare import costs_by_arm
 from lm.experiments.definition import config_hash, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.model.decoder import Decoder
@@ -92,7 +92,7 @@ def test_arms_of_a_size_train_as_long_as_its_baseline(arguments: list[str], tmp_
         for size in sizes
     }
     assert steps == {"short": [12, 12], "long": [23, 23], "given": [5, 5]}
-    assert [cost.tokens for cost in costs(Procedure(settings)).values()] == [
+    assert [cost.tokens for cost in costs_by_arm(Procedure(settings)).values()] == [
         256 * n_steps for size in sizes for n_steps in steps[size]
     ]
 

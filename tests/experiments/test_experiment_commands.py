@@ -10,7 +10,7 @@ from trials import procedure_of
 
 from lm.errors import ConfigError
 from lm.experiments.definition import config_hash
-from lm.experiments.procedure import Procedure, Run, commands
+from lm.experiments.procedure import Procedure, Run, remaining_commands
 from lm.files import read_json
 from lm.report.frame import results as lm_results
 from lm.runs.evaluations import evaluation_path, load_evaluation
@@ -35,7 +35,7 @@ def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
 
 def named(run: Run) -> list[str]:
     """The commands that are left."""
-    return [command[0] for command in commands(run)]
+    return [command[0] for command in remaining_commands(run)]
 
 
 def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
@@ -56,11 +56,11 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
         ["swap", "train", "eval"],
     )
     for run in procedure.known_runs():
-        for command in commands(run):
+        for command in remaining_commands(run):
             result = lm(*command)
             assert result.returncode == 0, result.stderr
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished"] * 3
-    assert [commands(run) for run in procedure.known_runs()] == [[]] * 3
+    assert [remaining_commands(run) for run in procedure.known_runs()] == [[]] * 3
     assert read_config(as_it_is.config.run_folder).model == as_it_is.config.model
     places = lm_results(*(run.config.run_folder for run in procedure.known_runs()))[
         ["arm", "experiment"]
@@ -102,7 +102,7 @@ def test_what_was_measured_otherwise_is_measured_again(tmp_path):
     softmax = procedure.known_runs()[0]
     finish_run(softmax, 5.0)
     assert named(procedure.known_runs()[0]) == ["eval"]
-    assert commands(procedure.known_runs()[0])[0][2:] == ["eval={sequences: 4}"]
+    assert remaining_commands(procedure.known_runs()[0])[0][2:] == ["eval={sequences: 4}"]
     path = evaluation_path(softmax.config.run_folder, "validation", softmax.outcome.last_step)
     assert load_evaluation(path).asked == {}
     finish_run(softmax, 5.0, asked={"sequences": 4})

@@ -21,7 +21,7 @@ from lm.evaluation.metrics import metrics_of
 from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, start
 from lm.experiments.definition import read_experiment
 from lm.experiments.loop import ExperimentTrainer, RunsFailed, TrainingStopped
-from lm.experiments.procedure import Procedure, Run, commands, forget_failures
+from lm.experiments.procedure import Procedure, Run, forget_failures, remaining_commands
 from lm.experiments.run_outcome import Outcome
 from lm.runs.evaluations import evaluation_path
 from lm.training.train import train
@@ -250,7 +250,7 @@ def test_runs_measured_on_other_sequences_are_measured_again(tmp_path, overrides
     assert lm("eval", str(softmax), "eval.sequences=32").returncode == 0
     again = Procedure(procedure.experiment)
     assert [entry["runs"] for entry in again.judgement().entries()] == [0, 1]
-    assert commands(again.known_runs()[0]) == [["eval", str(softmax)]], "as the run is configured"
+    assert remaining_commands(again.known_runs()[0]) == [["eval", str(softmax)]], "as the run is configured"
     monkeypatch.setattr(Outcome, "is_measured", True)
     with pytest.raises(RunError, match=r"val/loss was measured on other sequences than in .*lm eval"):
         Procedure(procedure.experiment).judgement()

@@ -12,7 +12,7 @@ from reported import SEQ_LEN, build_run, write_report
 import lm
 from lm.experiments.run_outcome import Outcome
 from lm.report.comparison import arm_label, compare_runs
-from lm.report.comparison_pictures import LOSSES, curves, drawn_runs
+from lm.report.comparison_pictures import LOSSES, curves_picture, drawn_runs
 from lm.report.comparison_tables import run_facts
 from lm.report.html import write_comparison
 from lm.runs.evaluations import load_evaluation
@@ -103,7 +103,7 @@ def test_a_diverged_run_is_called_so_everywhere(tiny, tmp_path, capsys):
         comparison, report = compare_runs([read_run(run) for run in folders]), tmp_path / "report"
         assert re.search(f"gone: {how}", write_comparison(comparison, report).read_text())
         assert ",diverged,,1," in (report / "table.csv").read_text()
-        panel = curves(comparison.names, drawn_runs(comparison), LOSSES, comparison).panels[0]
+        panel = curves_picture(comparison.names, drawn_runs(comparison), LOSSES, comparison).panels[0]
         assert [trace.kind for trace in panel.traces].count("diverged") == 1
         shown = read_run(folders[-1]).curve("train/loss").values[20:]  # of the diverged run alone, or of the other
         assert all(panel.y_range[0] < loss < panel.y_range[1] for loss in shown)

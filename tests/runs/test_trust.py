@@ -301,7 +301,7 @@ def test_a_swapped_export_knows_its_data_and_its_tokenizer(run: Path, use, tmp_p
 def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFixture):
     (first,) = evaluate_runs([run], overrides=["eval.sequences=5"])
     (second,) = evaluate_runs([run], overrides=["eval.sequences=5"])
-    assert (first.cached, second.cached) == (False, True)
+    assert (first.is_cached, second.is_cached) == (False, True)
     capsys.readouterr()
     for damage in (
         lambda text: text.replace('"step": ', '"step": 1'),
@@ -312,7 +312,7 @@ def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFix
         file = max((run / "evaluations").glob("validation.step-*.csv"))
         file.write_text(damage(file.read_text()))
         (result,) = evaluate_runs([run], overrides=["eval.sequences=5"])
-        assert not result.cached
+        assert not result.is_cached
         assert result.evaluation.content() == first.evaluation.content()
         assert re.search(
             r"note: .*validation\.step-\d+\.csv: not as it was written: measured again", capsys.readouterr().err
