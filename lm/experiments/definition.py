@@ -554,7 +554,7 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
     baseline_sequences = _measured_sequences(experiment, configs[experiment.arms[0].name])
     for arm in experiment.arms:
         config, path = configs[arm.name], f"arms.{arm.name}"
-        identity = f"{arm.source} {arm.branch_step} {arm.swap} {arm.trained} {config_hash(config)}"
+        identity = f"{arm.source} {arm.branch_step} {arm.swap} {arm.is_trained} {config_hash(config)}"
         if (name := names.setdefault(identity, arm.name)) != arm.name:
             yield Problem(path, arm.changes, f"is the same as {name}", "change it, or drop it")
         if arm.branch_step is not None and arm.branch_step not in (kept := _kept_steps(configs[arm.source])):

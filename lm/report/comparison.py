@@ -182,14 +182,12 @@ class ArmComparison:
 
     def _difference(self, arm: str, name: MetricName, sides: list[pd.DataFrame]) -> Difference:
         """Return the difference of an arm at a place. `sides`: units of the arm, then of the baseline."""
-        example = pd.concat(sides).iloc[0]
-        about = example["about"]
-        if example["logged"] and name.shape != "bins":
-            subject = example["metric"]
+        unit = pd.concat(sides).iloc[0]
+        about = unit["about"]
+        if unit["logged"] and name.shape != "bins":
+            subject = unit["metric"]
         else:
-            span = (
-                f"{axis_text(example['x'])}-{axis_text(example['until'])}" if name.shape == "bins" else example["place"]
-            )
+            span = f"{axis_text(unit['x'])}-{axis_text(unit['until'])}" if name.shape == "bins" else unit["place"]
             place = f" {about.axis.before} {span}" if about.axis else ""
             subject = (
                 ", ".join(filter(None, (name.quantity, name.subject))) + place + (name.setting and f", {name.setting}")

@@ -274,12 +274,7 @@ def _fraction_map(arm: str, means: pd.DataFrame) -> HeatMap:
     table = grouped_mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
     top = 1.0 if about.interval else float(np.nanmax(table))
     return HeatMap(
-        arm,
-        with_unit(about.axis.name, about.axis.unit),
-        [axis_text(x) for x in table],
-        list(tasks),
-        table.to_numpy(),
-        top,
+        arm, with_unit(about.axis.name, about.axis.unit), [*map(axis_text, table)], list(tasks), table.to_numpy(), top
     )
 
 

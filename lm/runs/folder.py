@@ -113,9 +113,8 @@ def checkpoint_paths(folder: Path) -> list[Path]:
 
 # log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
 PEAK_MEMORY = "peak_memory_bytes"
-DIVERGED_KEY = (
-    "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
-)
+# key of the last log line of a run that stopped at values that are not finite; the value says why
+DIVERGED_KEY = "diverged"
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,6 +63,6 @@ def test_a_loss_picture_has_a_mean_line_an_arm(name: str):
         for seed, losses in values.items()
     }
     runs = [SimpleNamespace(arm="a", seed=seed, state="finished", record=record) for seed, record in records.items()]
-    picture = comparison_pictures.curves(["a"], runs, {name: ("Loss", "nats")}, None)
+    picture = comparison_pictures.curves_picture(["a"], runs, {name: ("Loss", "nats")}, None)
     (mean,) = [trace for trace in picture.panels[0].traces if trace.kind == "mean"]
     assert mean.y.tolist() == [4.0, 3.0, 2.0]

@@ -69,7 +69,7 @@ def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
     (picture,) = heat_maps(compare_folders(*folders)[0])
     assert [panel.title for panel in picture.panels] == ["softmax", "ssmax"]
     for panel, exact in zip(picture.panels, (0.3, 0.8), strict=True):  # the mean over two seeds, and one
-        assert (panel.rows, list(panel.columns), panel.top) == ([*losses], ["64", "512"], 1)
+        assert (panel.rows, list(panel.columns), panel.max_value) == ([*losses], ["64", "512"], 1)
         assert panel.values == pytest.approx(np.array([[1, exact - loss] for loss in losses.values()]))
     write_rows(folders[2], "needle", pd.concat(rows[:3]))
     assert heat_maps(compare_folders(folders[2])[0]) == [], "lines show as few"
