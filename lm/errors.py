@@ -21,8 +21,8 @@ class RunError(LMError):
 
 
 class Diverged(RunError):
-    """Raised if a training run stops because losses or gradients are not finite. Its exit status differs from an
-    interrupted run's.
+    """Raised if a training run stops because losses or gradients are not finite. The exit status differs from the one
+    of an interrupted run.
 
     Attributes:
         step: the step (1-based) at which the run stopped.

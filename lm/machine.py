@@ -33,8 +33,8 @@ def usable_cores() -> int:
 
 
 def threads_per_process(processes: int) -> int:
-    """Return the number of torch threads for each of `processes` processes: an equal part of the cores. It is at most
-    OMP_NUM_THREADS if this variable is set.
+    """Return the number of torch threads for each of `processes` processes: an equal part of the cores. The number is
+    at most OMP_NUM_THREADS if this variable is set.
     """
     n_threads = max(1, usable_cores() // processes)
     with suppress(KeyError, ValueError):

@@ -43,7 +43,8 @@ class Progress:
             Bar.write(terminal_text(text), file=sys.stderr)
 
     def bar(self, name: str, total: int | None, n_done: int = 0, **options: bool | float | str) -> Bar:
-        """Return a progress bar, which is a context. Its method `update` adds newly done units, such as bytes or steps.
+        """Return a progress bar, which is a context. The bar's method `update` adds newly done units, such as bytes or
+        steps.
 
         Args:
             total, n_done: number of units in all (None if unknown), and number of units that were done before.

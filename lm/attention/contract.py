@@ -70,8 +70,8 @@ def named_output_and_gradients(
 ) -> dict[str, Tensor]:
     """Return `output`, and the gradients of the sum of `grad` x `output`, by name.
 
-    The gradients are those for q, k, v (`leaves`) and the normalizer's parameters. They are 0 where `output` does not
-    depend on a tensor.
+    The gradients are those for q, k, v (`leaves`) and the normalizer's parameters. The gradient of a tensor on which
+    `output` does not depend is 0.
     """
     parameters = dict(normalizer.named_parameters())
     sources = [*leaves, *parameters.values()]

@@ -215,7 +215,7 @@ class ScaleInvariant(Options):
 class ScaleInvariantNormalizer(MappedSoftmax):
     """Softmax of a_t z + m_t for logits z of keys t tokens back (arXiv 2505.17083).
 
-    It is meant to give the keys of each octave of t, from t to 2 t, the same total weight.
+    The purpose is the same total weight for the keys of each octave of t, from t to 2 t.
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln alpha + beta / alpha)), m_t = beta / alpha - a_t^2, alpha = beta = e^(1/2), so
     that a_0 = 1 and m_0 = 0. tau is an option. The paper adds `model.qk_norm` and p-RoPE, which is RoPE without its

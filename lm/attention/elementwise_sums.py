@@ -157,8 +157,8 @@ def sum_tiles(
 
 
 def triton_is_interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. It is slow, but runs on
-    any device.
+    """Return whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. The interpreter is slow,
+    but runs on any device.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -39,7 +39,7 @@ class Normalizer(torch.nn.Module, ABC):
 
     Args:
         options: the normalizer's options, of the class `schema`.
-        layer: a `LayerSpec`, the sizes of the layer that the normalizer is made for. It is kept as `self.layer`.
+        layer: a `LayerSpec`, the sizes of the layer that the normalizer is made for; kept as `self.layer`.
     """
 
     schema: ClassVar[type[Options]]
@@ -226,7 +226,7 @@ class Normalizer(torch.nn.Module, ABC):
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
         """Return queries and keys for which softmax(q.k / sqrt(D)) gives the weights; None if none exist.
 
-        They have the dtypes of q and k, or wider ones.
+        The results have the dtypes of q and k, or wider ones.
         """
         return None
 

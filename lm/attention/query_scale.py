@@ -202,8 +202,8 @@ class LogN(Options):
 
 
 class LogNNormalizer(QueryScale):
-    """Softmax with the factor ln n / ln m on logits, or a power of it (kexue.fm 8823). It keeps the entropy of weights
-    nearly constant in n.
+    """Softmax with the factor ln n / ln m on logits, or a power of it (kexue.fm 8823). This factor keeps the entropy of
+    weights nearly constant in n.
 
     With `clip` the factor is at least 1, as in Qwen's `logn`.
     """
@@ -416,8 +416,8 @@ class QASSMax(Options):
 
 
 class QASSMaxNormalizer(FusedSoftmax):
-    """Softmax whose queries are multiplied by B(ln n) (1 + tanh G(q)), for MLPs B and G. It starts as softmax: G = 0 as
-    in TabICLv2, B = 1 (our choice).
+    """Softmax whose queries are multiplied by B(ln n) (1 + tanh G(q)), for MLPs B and G. Initially it is softmax: G = 0
+    as in TabICLv2, B = 1 (our choice).
 
     A layer's heads share both MLPs; B has an output for each head and dimension.
     """

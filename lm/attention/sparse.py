@@ -90,8 +90,8 @@ class Entmax15Normalizer(SparsemaxNormalizer):
 
 
 def entmax_threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
-    """Return the tau (..., 1) at which relu(z - tau) has p-norm 1, for rows z (..., S) whose largest entry is 0. Its
-    error is at most 32 eps.
+    """Return the tau (..., 1) at which relu(z - tau) has p-norm 1, for rows z (..., S) whose largest entry is 0. The
+    error of tau is at most 32 eps.
 
     Newton's method on g(tau) = |relu(z - tau)| - 1, convex and falling, starts at tau = -1 and does not pass the root.
     With slope = -g', each step divides g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x

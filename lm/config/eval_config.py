@@ -82,8 +82,8 @@ class Interpolation(RopeScaling):
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling multiplies theta by s^(D / (D - 2)), where D is the head size. It divides the lowest frequency
-    by s and keeps the highest.
+    """NTK-aware scaling multiplies theta by s^(D / (D - 2)), where D is the head size. This divides the lowest
+    frequency by s and keeps the highest.
     """
 
     name: ClassVar[str] = "ntk"
@@ -210,8 +210,8 @@ class Timing:
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Return whether the evaluation runs after optimizer step `step`, 1-based. It runs when the fraction of steps
-        that are done reaches a number in `at`.
+        """Return whether the evaluation runs after optimizer step `step`, 1-based. The evaluation runs when the
+        fraction of steps that are done reaches a number in `at`.
         """
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at}
 
@@ -430,7 +430,7 @@ class NeedleConfig(InferenceKindConfig):
 
 @dataclass
 class DownstreamTasksConfig(EvaluationKindConfig):
-    """Options of downstream tasks. They are keys of `eval` itself, not of a nested block."""
+    """Options of downstream tasks, which are keys of `eval` itself, not of a nested block."""
 
     switch_key: ClassVar[str] = "tasks"
     tasks: list[str] = key([], "`eval.tasks`")

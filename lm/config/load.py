@@ -218,8 +218,8 @@ def to_yaml(config: Config) -> str:
 
 
 def read_yaml(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Plain]:
-    """Read the keys of a file, merged over the keys of the files that its key `base` names. Their paths are relative to
-    the file's folder, or are names of presets.
+    """Read the keys of a file, merged over the keys of the files that the key `base` in it names. The paths in `base`
+    are relative to the file's folder, or are names of presets.
 
     heirs: the files through whose keys `base` this file is read, each inheriting from the next.
 

@@ -22,7 +22,7 @@ from lm.plain import Plain, flatten, to_plain
 @dataclass
 class ExperimentConfig:
     """The options of the block `experiment`, which `lm compare` sets in each run: the run's experiment, arm, size,
-    stage and learning rate. They are null in runs of other commands.
+    stage and learning rate. In runs of other commands these options are null.
     """
 
     name: str | None = key(None, "name of the experiment")
@@ -150,7 +150,7 @@ class Config:
         return min(bisect_right(self.phase_ends, step), len(self.training_phases) - 1)
 
     def model_in_phase(self, phase: int) -> ModelConfig:
-        """Return the options of the decoder in a phase. Its training length is `data.seq_len` in all phases."""
+        """Return the decoder's options in a phase. The training length is `data.seq_len` in all phases."""
         positions = [entry.position for entry in self.training_phases[: phase + 1] if entry.position]
         position = positions[-1] if positions else self.model.position
         return replace(self.model, normalizer=self.training_phases[phase].normalizer, position=position)

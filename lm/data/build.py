@@ -101,7 +101,7 @@ TokenizedDocument = tuple[Document, np.ndarray | UnreadableError]
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of the first pass over all documents. Its arrays are in the order in which documents are read."""
+    """The result of the first pass over all documents. The arrays are in the order in which documents are read."""
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8

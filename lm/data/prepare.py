@@ -162,8 +162,8 @@ def _store_identity(data: DataConfig) -> dict[str, Plain]:
 
 
 def _store_folder(data: DataConfig, identity: dict[str, Plain]) -> Path:
-    """Return the folder of the store with this `identity`. Its name consists of the names of sources or tasks, and a
-    hash.
+    """Return the folder of the store with this `identity`. The folder's name consists of the names of sources or tasks,
+    and a hash.
     """
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(source_labels(data))

@@ -170,7 +170,8 @@ class TaskText:
         """Return `count` consecutive tokens from a random place of the text, int64 (count,), within one document if
         possible.
 
-        They may cross documents if no document is long enough, or if `MAX_ATTEMPTS` random places all cross documents.
+        The tokens may cross documents if no document is long enough, or if `MAX_ATTEMPTS` random places all cross
+        documents.
 
         Raises TaskError: the split has fewer than `count` tokens.
         """
@@ -245,7 +246,7 @@ CITIES = tuple(_CITY_NAMES.split())
 
 
 def make_needle(task: Needle, draw: Draw, length: int, text: TaskText | None = None) -> Example:
-    """Make a sequence of needles in a haystack. Its numbers are drawn until each occurs only in its sentence and its
+    """Make a sequence of needles in a haystack. Numbers are drawn until each occurs only in its own sentence and
     answer.
     """
     n_cities = task.needles + task.distractors

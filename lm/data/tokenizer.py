@@ -93,7 +93,7 @@ def _tokenizer_json(options: TokenizerFile | PretrainedTokenizer) -> bytes:
 
 
 def train_tokenizer(texts: Iterator[str], options: TrainedTokenizer) -> "Tokenizer":
-    """Train a byte-level BPE. Its ids from 0 on are <|endoftext|>, all 256 bytes (so every text can be encoded), then
+    """Train a byte-level BPE. Token ids from 0 on are <|endoftext|>, all 256 bytes (so every text can be encoded), then
     merges.
 
     The same texts give the same tokenizer, on any number of cores.

@@ -197,8 +197,8 @@ def _query_by_key(values: Tensor) -> Tensor:
 
 
 def query_indices(length: int, count: int) -> list[int]:
-    """Return up to `count` indices of queries of a sequence, ascending. They go from the first query that can see
-    `MIN_KEYS` keys to the last query.
+    """Return up to `count` indices of queries of a sequence, ascending. The indices go from the first query that can
+    see `MIN_KEYS` keys to the last query.
 
     The queries are evenly spread over the logarithm of the number of keys, so that each octave has equally many
     queries. Short sequences have fewer queries than `count`, as indices are not repeated.

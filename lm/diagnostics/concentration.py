@@ -19,7 +19,7 @@ WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
-    """Return N_eff = (sum |a|)^2 / sum a^2 of each row's weights a. It is 1 for weight on one key, and the number of
+    """Return N_eff = (sum |a|)^2 / sum a^2 of each row's weights a. N_eff is 1 for weight on one key, and the number of
     visible keys for equal weights.
     """
     return sparsity(rows.weights, rows.visible).square() * rows.n

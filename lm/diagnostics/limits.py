@@ -139,8 +139,8 @@ def _unit_vectors(v: Tensor) -> Tensor:
 
 
 def jacobian_norm(rows: AttentionRows) -> Tensor:
-    """Return the spectral norm of each row's d weights / d scores. It is computed in fp64, as fp32 rounds it badly if
-    one key has nearly all weight.
+    """Return the spectral norm of each row's d weights / d scores. The norm is computed in fp64, as fp32 rounds it
+    badly if one key has nearly all weight.
     """
     return spectral_norm(rows.normalize, rows.scores.double(), rows.visible).to(rows.scores.dtype)
 

@@ -80,8 +80,8 @@ def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     """Return the sparsity S = E|a| / sqrt(E[a^2]) of weights a that equal Gaussian scores, negative ones included.
 
-    S is at least sqrt(2 / pi) = .798. It is 1 for equal weights, and small where few keys have most of the weight. With
-    this lower bound, weights can't concentrate.
+    S is at least sqrt(2 / pi) = .798. In general S is 1 for equal weights, and small where few keys have most of the
+    weight. With this lower bound, weights can't concentrate.
     """
     beta, gamma = mean.double(), std.double()
     mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(

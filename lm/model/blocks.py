@@ -94,8 +94,8 @@ def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
 class HeadNorm(RMSNorm):
     """Normalises each head's queries, keys or outputs by RMSNorm, in the gain's dtype.
 
-    Under autocast queries and keys arrive in bf16. They return to bf16 only after RoPE and the normalizer have changed
-    them.
+    Under autocast queries and keys arrive in bf16. Queries and keys are rounded to bf16 again only after RoPE and the
+    normalizer have changed them.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None) -> Tensor:
-    """Return the summed negative log-likelihood of a chunk of tokens, an fp32 scalar. Its gradient overwrites
-    `low_precision_logits`.
+    """Return the summed negative log-likelihood of a chunk of tokens, an fp32 scalar. The gradient of the logits
+    overwrites `low_precision_logits`.
 
     This is a function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
 

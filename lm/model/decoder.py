@@ -256,7 +256,7 @@ def projection_rows(decoder: Decoder) -> dict[str, dict[str, slice]]:
 class LogitsModel(nn.Module):
     """Gives a module that maps tokens to logits the interface of `Decoder` that measurements use.
 
-    It keeps no state of earlier tokens: decoding reads all of them again for each new token.
+    There is no cache for decoding: each new token is computed from all earlier tokens again.
     """
 
     takes_settings = False
