@@ -181,7 +181,7 @@ def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str
     """
     option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in option_names}
-    folder = Path(_name_or_path(source))
+    folder = Path(_hub_path(source))
     if folder.is_dir():
         paths = sorted(files_below(folder))
         return options | {
@@ -192,7 +192,7 @@ def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str
     with _convert_library_errors(source):
         import datasets
 
-        builder = datasets.load_dataset_builder(_name_or_path(source), source.config, revision=source.revision)
+        builder = datasets.load_dataset_builder(_hub_path(source), source.config, revision=source.revision)
         return options | {"fingerprint": builder.hash}
 
 
@@ -200,16 +200,12 @@ def _load_dataset(source: HubSource) -> "Dataset | IterableDataset":
     """Open the dataset with the `datasets` library."""
     import datasets
 
-    is_saved = any(Path(_name_or_path(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
+    is_saved = any(Path(_hub_path(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
     if not is_saved:  # by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`
         return datasets.load_dataset(
-            _name_or_path(source),
-            source.config,
-            split=source.split,
-            revision=source.revision,
-            streaming=source.streaming,
+            _hub_path(source), source.config, split=source.split, revision=source.revision, streaming=source.streaming
         )
-    dataset = datasets.load_from_disk(_name_or_path(source))
+    dataset = datasets.load_from_disk(_hub_path(source))
     splits = (
         dict(dataset) if isinstance(dataset, datasets.DatasetDict) else {str(dataset.split or source.split): dataset}
     )
@@ -218,15 +214,15 @@ def _load_dataset(source: HubSource) -> "Dataset | IterableDataset":
     return splits[source.split]
 
 
-def _name_or_path(source: HubSource) -> str:
-    """Return the dataset's name on the hub, or the path of its folder, in which `~` is replaced by the home folder."""
+def _hub_path(source: HubSource) -> str:
+    """Return the argument `path` of `datasets`: the name on the hub, or a folder, with `~` replaced by the home folder."""
     return os.path.expanduser(source.dataset)
 
 
 @contextmanager
 def _convert_library_errors(source: HubSource) -> Iterator[None]:
     """Return a context that turns errors of the `datasets` library or the network into a one-line DataError."""
-    if source.dataset.startswith((".", "/", "~")) and not Path(_name_or_path(source)).is_dir():
+    if source.dataset.startswith((".", "/", "~")) and not Path(_hub_path(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:
         yield
