@@ -215,7 +215,7 @@ def _load_dataset(source: HubSource) -> "Dataset | IterableDataset":
 
 
 def _hub_path(source: HubSource) -> str:
-    """Return the argument `path` of `datasets`: the name on the hub, or a folder, with `~` replaced by the home folder."""
+    """Return the `path` that `datasets` takes: the name on the hub, or a folder, with `~` as the home folder."""
     return os.path.expanduser(source.dataset)
 
 
