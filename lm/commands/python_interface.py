@@ -38,7 +38,7 @@ from lm.runs.record import read_run
 
 @dataclass(frozen=True)
 class ComparedExperiment:
-    """A judged experiment, as `compare` returns it: its folder, verdicts and runs."""
+    """Holds a judged experiment, as `compare` returns it: folder, verdicts and runs."""
 
     folder: Path  # the folder of its runs, verdicts and report
     # a row for each size and arm, as in verdicts.csv: rate, mean, verdict, difference and its interval, p

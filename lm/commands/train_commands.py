@@ -145,8 +145,8 @@ def check_normalizer(
 ) -> None:
     """Test a normalizer against its contract.
 
-    The contract consists of promises that lm relies on. Prints one line for each; the exit status is 1 if one is broken
-    (docs/normalizers-own.md).
+    The contract consists of promises that lm relies on. Prints one line for each promise; the exit status is 1 if a
+    promise is broken (docs/normalizers-own.md).
     """
     from lm.config.load import load_normalizer
 

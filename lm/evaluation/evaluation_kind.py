@@ -247,7 +247,7 @@ class Measurement(ABC):
 
     @property
     def is_reproducible(self) -> bool:
-        """Return whether `facts` holds all that decides the results, so that a result can be used again."""
+        """Return whether `facts` holds everything that decides the results, so that a result can be used again."""
         return True
 
     def inference_models(self, decoder: Decoder) -> Iterator[tuple[str, Decoder]]:

@@ -147,8 +147,8 @@ _MAX_REQUEUES = 1000  # how often a job that meets its time limit is queued agai
 
 
 class TrainingJob:
-    """A callable that submitit calls in a job to train a run; submitit calls its `checkpoint` when the job is about to
-    end.
+    """A training job is a callable that submitit calls on the scheduler's machines to train a run. When the job is
+    about to end, submitit calls its `checkpoint`.
     """
 
     def __init__(self, run: Run):

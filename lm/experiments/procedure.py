@@ -231,8 +231,8 @@ class Procedure:
         """Return the tuning runs of a size, or the runs that the tuning table lists, as the rows of `tuning.csv`.
 
         The columns are size, arm, key and rate, seed, and the means of `SELECTION_METRIC` and of the primary metric on
-        the data that
-        choose rates: infinite if the run diverged, missing if the run has not ended or did not measure them.
+        the data that choose rates. A mean is infinite if the run diverged, and missing if the run has not ended or did
+        not measure the metric.
         """
         experiment, metrics = self.experiment, dict.fromkeys((SELECTION_METRIC, self.experiment.primary.metric))
         names = {arm.name: place for place, arm in enumerate(experiment.arms)}
@@ -393,8 +393,8 @@ Costs = Mapping[Rate, Sequence[float]]
 def tuned_rates(
     grid: Iterable[Rate], costs: Mapping[str, Costs], possible: Callable[[Rate], bool] = lambda rate: True
 ) -> tuple[dict[str, Rate], tuple[Rate, ...]]:
-    """Return the rate of each arm by its tuning runs, as `rate_choice` gives it, and (). While runs are missing, return
-    no rates, and the rates at which every arm must be trained first.
+    """Return the rate of each arm, which `rate_choice` finds by tuning runs, and an empty tuple. While tuning runs are
+    missing, return an empty dict, and the rates at which every arm must be trained first.
 
     If an arm's best rate is the highest (lowest) one, twice (half) this value is added to the grid of every arm. The
     grid grows at most `MAX_GRID_EXTENSIONS` times, and only by `possible` values.
@@ -402,7 +402,7 @@ def tuned_rates(
     Args:
         grid: planned values of the tuned key, above 0.
         costs: by arm, with several seeds at each rate.
-        possible: whether the tuned key may have a value.
+        possible: function that says whether the tuned key may have a value.
     """
     rates = sorted(set(grid))
     for growths in count():

@@ -121,7 +121,7 @@ class ArmComparison:
 
     @cached_property
     def units(self) -> pd.DataFrame:
-        """Return the values of each unit at the places that tables show (`rows_at_places`)."""
+        """Return the value of each unit (sequence or question) at each place that tables show (`rows_at_places`)."""
         return rows_at_places(self.rows)
 
     @cached_property
@@ -131,7 +131,8 @@ class ArmComparison:
 
     @cached_property
     def sections(self) -> list[pd.DataFrame]:
-        """Return the `means`, a frame for each title and shape: single numbers, then bins, then points."""
+        """Return `means` split into a frame for each title and shape: first single numbers, then ranges of an axis
+        (bins), then points."""
         sections = [section for _, section in self.means.groupby(["title", "shape"], sort=False)]
         return sorted(sections, key=lambda section: SHAPES.index(section["shape"].iloc[0]))
 
@@ -243,8 +244,8 @@ class ArmComparison:
         ]
 
     def shared_value(self, values: Sequence[object]) -> tuple[bool | None, str]:
-        """Return whether the `values` of all runs are equal, and the value as text, by arm if arms differ. None: equal,
-        but not recorded for some."""
+        """Return whether the `values` of all runs are equal, and the value as text, by arm if arms differ. The first is
+        None if recorded values are equal, but some runs don't record one."""
         recorded = {plain_text(value) for value in values if value is not None}
         agreement = False if len(recorded) > 1 else None if None in values else True
         texts = pd.Series(map(plain_text, values), [label for label, runs in self.arms.items() for _ in runs])
@@ -253,7 +254,7 @@ class ArmComparison:
             return agreement, by_arm.iloc[0]
         return agreement, "; ".join(f"{arm}: {text}" for arm, text in by_arm.items())
 
-    def level(self, unit: str) -> tuple[str, float] | None:
+    def reference_level(self, unit: str) -> tuple[str, float] | None:
         """Return the name and value of a finite reference level, such as the unigram cross-entropy, of a metric
         measured in `unit`; else None."""
         metrics = [about for about in self.means["about"].unique() if about.unit == unit]
@@ -346,7 +347,7 @@ def _mean_interval(of_runs: list[Interval | None], values: np.ndarray, about: Me
 
 def paired_interval(paired: pd.DataFrame, means: np.ndarray) -> Interval | None:
     """Return the interval of the mean of paired differences at one point: Student's t over seeds, or for one seed over
-    documents. `means`: by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
+    documents. `means`: mean differences by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
     if len(means) > 1:
         return estimate_over_seeds(means).interval()
     return interval_over_documents(*(paired[name].to_numpy() for name in ("value", "weight", "group")))

@@ -112,7 +112,7 @@ def curves_picture(
             continue
         converged = [trace.y for run, trace in traces if run.state != DIVERGED_KEY]
         settled = [y[int(SETTLING_FRACTION * len(y)) :] for y in converged]
-        level = comparison.level(NATS) if comparison and converged and name in LOSSES else None
+        level = comparison.reference_level(NATS) if comparison and converged and name in LOSSES else None
         y_range, note = _y_range(title, settled or [trace.y for _, trace in traces], level and level[1])
         means = []
         for arm in dict.fromkeys(run.arm for run in runs):
@@ -226,7 +226,7 @@ def _axis_picture(comparison: ArmComparison, section: pd.DataFrame, *drawn: dict
     lengths = training_lengths(section)
     words = f"training length{'s' * (len(lengths) > 1)} {', '.join(map(axis_text, lengths))}"
     axis = {"log_base": 2 if about.axis.log else 0, "marks": {n: words * (n == lengths[0]) for n in lengths}}
-    level = None if about.better == "higher" else comparison.level(about.unit)
+    level = None if about.better == "higher" else comparison.reference_level(about.unit)
     x_label = with_unit(about.axis.name, about.axis.unit)
     for index, of_name in section.groupby("name", sort=False):
         name = comparison.metric_names[index]

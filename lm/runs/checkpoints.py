@@ -64,17 +64,17 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     folder = Path(os.path.realpath(path)).parent  # raises nothing for a loop of links
     if folder.name == CHECKPOINTS and path.is_file():
         check_file(folder.parent, f"{CHECKPOINTS}/{path.resolve().name}", advice=f"bring it back{_fallback_hint(path)}")
-    return _read(path)
+    return _read_checkpoint(path)
 
 
 def load_metadata(path: Path) -> dict[str, Plain]:
     """Return the checkpoint's metadata: step, phase, configuration and more. The file is not checked by the manifest,
     and its tensors are not read. Raises RunError as `load_checkpoint` does.
     """
-    return _read(path)["lm"]
+    return _read_checkpoint(path)["lm"]
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read_checkpoint(path: Path) -> dict[str, object]:
     """Return the content of a checkpoint file without a check by the manifest. Raises RunError: the file is missing or
     unreadable, or no checkpoint of this version of lm.
     """

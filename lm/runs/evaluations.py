@@ -287,8 +287,8 @@ def _parse_metric(plain: dict[str, Plain]) -> Metric:
 
 
 def _read_table(table: str, metrics: list[Metric]) -> pd.DataFrame:
-    """Return the frame of a file's table; `metrics` are the Metrics in the order of their numbers. Raises ValueError:
-    the columns differ.
+    """Return the frame of a file's table, which names a Metric by its index in `metrics`. Raises ValueError: the table
+    has other columns.
     """
     missing = {name: [""] for name, kind in COLUMNS.items() if kind is float}
     frame = pd.read_csv(io.StringIO(table), dtype=COLUMNS, keep_default_na=False, na_values=missing)
@@ -298,7 +298,7 @@ def _read_table(table: str, metrics: list[Metric]) -> pd.DataFrame:
 
 
 def _metric_numbers(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
-    """Return the number of each row's metric, (rows,), and the metrics in the order of these numbers."""
+    """Return the index of each row's Metric, (rows,), and the list of Metrics that the indices refer to."""
     objects, _ = pd.factorize(np.fromiter(map(id, about), np.int64, len(about)))  # hashes of metrics are slow
     numbers: dict[Metric, int] = {}
     firsts = np.unique(objects, return_index=True)[1]

@@ -28,7 +28,7 @@ SWAPPED_FOLDER = "swapped"  # folder in an experiment's folder, with the swapped
 RESOLVED_FILE = "resolved.json"
 # the reason why a locked folder is refused
 ALREADY_TRAINING = "another process is training in this run folder; wait for it or stop it"
-DESCRIPTION = "lm.json"  # file in a model folder, which describes the model
+MODEL_JSON = "lm.json"  # file in a model folder, which describes the model
 FORMAT_WITHOUT_MANIFEST = 5  # `format` in the lm.json of lm 0.11, which wrote model folders without a manifest
 
 
@@ -79,9 +79,9 @@ def read_description(folder: Path) -> dict[str, Plain]:
 
     An export of lm 0.11 has no manifest, so that a change of its lm.json is not noticed.
     """
-    content = read_json(folder / DESCRIPTION)
+    content = read_json(folder / MODEL_JSON)
     if content.get("format") != FORMAT_WITHOUT_MANIFEST:
-        check_file(folder, DESCRIPTION, advice="export it again")
+        check_file(folder, MODEL_JSON, advice="export it again")
     return content
 
 

@@ -29,9 +29,9 @@ from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import load_checkpoint, load_metadata
 from lm.runs.folder import (
     CHECKPOINTS,
-    DESCRIPTION,
     ENVIRONMENT,
     FORMAT_WITHOUT_MANIFEST,
+    MODEL_JSON,
     TOKENIZER,
     checkpoint_paths,
     checkpoint_step,
@@ -68,7 +68,7 @@ def write_model(
     """
     with new_folder(out) as folder:
         description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, "origin": origin or {}}
-        files = {DESCRIPTION: json_bytes(description)} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
+        files = {MODEL_JSON: json_bytes(description)} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
         if training is None:
             files[MODEL_KEYS] = dump_yaml(_model_keys(out, spec, tokenizer is not None)).encode()
         names = [name for name in weights if name != "head.weight" or not spec.model.tied]
@@ -159,7 +159,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     path, checkpoint = expand_home(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
-    if (path / DESCRIPTION).is_file():
+    if (path / MODEL_JSON).is_file():
         return _load_model(path)
     if path.is_dir():
         require_run(path, CHECKPOINTS)
@@ -192,7 +192,7 @@ def _load_model(path: Path) -> LoadedModel:
         print(terminal_text(text), file=sys.stderr)
     elif version != MODEL_FORMAT:
         raise RunError(
-            f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again"
+            f"{path / MODEL_JSON}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again"
         )
     else:
         check_file(path, WEIGHTS, advice="export it again")

@@ -410,14 +410,14 @@ class Family:
     groups: tuple[tuple[int, int, float], ...] = ()  # comparisons, degrees of freedom, correlation of each group
 
     @property
-    def size(self) -> int:
+    def n_comparisons(self) -> int:
         """Return the number of comparisons."""
         return self.n_independent + sum(count for count, *_ in self.groups)
 
     def joint_p(self, p: np.ndarray | float) -> np.ndarray:
         """Return the probability that at least one comparison without a difference has a two-sided p of at most `p`."""
         p = np.asarray(p, dtype=float)
-        if self.size <= 1:
+        if self.n_comparisons <= 1:
             return p
         single = -np.log1p(-np.minimum(p, 1 - 1e-16))  # minus log of the probability that one comparison has no such p
         surprise = self.n_independent * single
@@ -428,10 +428,10 @@ class Family:
     @cached_property
     def alpha(self) -> float:
         """Return the error rate of one comparison's interval, such that all intervals hold together with 95 %."""
-        if self.size <= 1:
+        if self.n_comparisons <= 1:
             return ALPHA
         return scipy.optimize.brentq(
-            lambda alpha: float(self.joint_p(alpha)) - ALPHA, ALPHA / self.size * (1 - 1e-9), ALPHA
+            lambda alpha: float(self.joint_p(alpha)) - ALPHA, ALPHA / self.n_comparisons * (1 - 1e-9), ALPHA
         )
 
 

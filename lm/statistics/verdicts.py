@@ -110,7 +110,7 @@ class Comparison:
         over seeds and documents; None: over seeds.
         """
         estimates = estimates or self.estimates
-        low, high = self._over_rates(lambda alpha: self._t_ends(estimates, alpha), alpha)
+        low, high = self._over_rates(lambda alpha: self._student_t_ends(estimates, alpha), alpha)
         if not self.bounds:
             return low, high
         # That there is a difference rests on Student's t. That there is none above a margin takes enough seeds to see
@@ -139,7 +139,7 @@ class Comparison:
             high = np.maximum(high, highest)
         return (0.0 - high, 0.0 - low) if self.higher_is_better else (low, high)  # no -0.0
 
-    def _t_ends(self, estimates: Estimate, alpha: float) -> Ends:
+    def _student_t_ends(self, estimates: Estimate, alpha: float) -> Ends:
         """Return the ends of the interval of each mean by Student's t.
 
         Where all seeds agree in a bounded metric, the exact test only says whether the interval leaves out 0. The end
@@ -474,7 +474,7 @@ def smallest_difference(seeds: int, spread: float, arms: float = 1, alpha: float
 
 @lru_cache(maxsize=1 << 14)  # the arms of a table share these; each takes about 10 calls of `power`
 def _smallest_effect(seeds: int, alpha: float, arms: float) -> float:
-    """Return the `smallest_difference` at a spread of 1."""
+    """Return what `smallest_difference` returns for a `spread` of 1."""
     # above the root: with a probability of 0.9 each, a sample's spread is below 1.7, and its noise below 1.3 errors
     limit = (2 * stdtrit(arms * (seeds - 1), 1 - alpha / 2) + 2) / math.sqrt(seeds)
     return brentq(lambda difference: power(seeds, 1, difference, alpha, arms) - POWER, 0, limit)

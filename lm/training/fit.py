@@ -67,7 +67,7 @@ def fit(
         content: the content of `checkpoint`.
         source: the model that `init_from` names, for a new run.
 
-    `lm.training.starting.check_before_data` has checked that the weights of `content` or `source` fit the configured
+    `lm.training.starting.check_before_preparation` has checked that weights in `content` or `source` fit the configured
     model.
 
     Raises LMError: the run can't start or continue; most checks come before anything is written.

@@ -40,7 +40,7 @@ from lm.training.optimizers import GROUPS, freeze, saved_state
 # ---------------------------------------------------------------- checks that need no data
 
 
-def check_before_data(
+def check_before_preparation(
     config: Config, checkpoint: Path | None, content: dict[str, object] | None
 ) -> tuple[Config, LoadedModel | None]:
     """Check everything that needs no data, before the preparation of the data takes minutes.
@@ -319,7 +319,7 @@ def resume_or_branch(
     config: Config, store: Store, content: dict[str, object], path: Path
 ) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """Return the start of a run from a checkpoint, facts for environment.json on the run that saved the checkpoint, and
-    notes to print. `check_before_data` has compared the configurations.
+    notes to print. `check_before_preparation` has compared the configurations.
 
     content, path: content and path of the checkpoint.
 

@@ -22,7 +22,7 @@ from lm.runs.folder import (
 )
 from lm.runs.manifest import entries_of
 from lm.training.launcher import end_with_parent, this_process
-from lm.training.starting import check_before_data
+from lm.training.starting import check_before_preparation
 
 
 def train(config: Config) -> int:
@@ -41,7 +41,7 @@ def train(config: Config) -> int:
             print(f"note: {lock_note}: {remedy}", file=sys.stderr)
         try:
             content = load_checkpoint(checkpoint) if checkpoint else None
-            config, source = check_before_data(config, checkpoint, content)
+            config, source = check_before_preparation(config, checkpoint, content)
             data_fingerprint = content["lm"]["data_fingerprint"] if content else ""
             store = prepare(config.data, progress=is_main, store_fingerprint=data_fingerprint)
             config = with_steps(config, store.vocab_size)

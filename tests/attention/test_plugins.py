@@ -20,7 +20,7 @@ from lm.config.load import load_config, parse_config
 from lm.errors import ConfigError, RunError
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, read_config
+from lm.runs.folder import CONFIG, ENVIRONMENT, MODEL_JSON, read_config
 
 NAME = "powers.attention:Power"
 NAMED = f"model.normalizer={{name: '{NAME}', power: 3.0}}"
@@ -155,7 +155,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
         if where != "phases":
             description["spec"]["model"]["normalizer"] = plain["model"]["normalizer"]
 
-    edit_json(export / DESCRIPTION, change)
+    edit_json(export / MODEL_JSON, change)
 
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
         parse_config(plain)

@@ -18,7 +18,7 @@ from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import for_inference
 from lm.plain import to_plain
-from lm.runs.folder import DESCRIPTION
+from lm.runs.folder import MODEL_JSON
 from lm.runs.loading import MODEL_FORMAT, save_model
 from lm.training.train import train
 
@@ -115,7 +115,7 @@ ALTERED = {
 @pytest.mark.parametrize("change", ALTERED)
 def test_a_description_that_does_not_fit_is_refused(saved: Path, change: str):
     alter, words = ALTERED[change]
-    edit_json(saved / DESCRIPTION, alter)
+    edit_json(saved / MODEL_JSON, alter)
     with pytest.raises(RunError, match=words):
         lm.load(saved)
 
