@@ -256,7 +256,8 @@ class Experiment:
 
     @cached_property
     def required_options(self) -> dict[SizeArm, OptionsByKind]:
-        """Return the options of evaluations in `evaluate`, by size and arm, then by kind; {} without `evaluate`."""
+        """Return the options of evaluations that the experiment's `evaluate` sets, by size and arm, then by kind of
+        evaluation; {} without `evaluate`."""
         required = {}
         for size, arm in self.size_arms if self.evaluate else ():
             config = self.measurement_config(self.example_config(size, arm))

@@ -308,8 +308,9 @@ class TrainingStopped(RunError):
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[list[int]]:
-    """Let all `STOP_SIGNALS` interrupt the body as Ctrl-C does, except signals that are already handled or ignored.
-    Yields the list of received signals. Only the main thread can be interrupted; in others the list stays empty.
+    """Let all `STOP_SIGNALS` interrupt the body of a `with` statement as Ctrl-C does, except signals that are already
+    handled or ignored. Yields the list of received signals. Only the main thread can be interrupted; in others the list
+    stays empty.
     """
     signals: list[int] = []
 

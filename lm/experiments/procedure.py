@@ -369,7 +369,7 @@ def next_runs(runs: Iterable[Run]) -> list[Run]:
 
 
 def _order_by_seed(runs: Iterable[list[Run]]) -> list[Run]:
-    """Return the runs in lists over seeds, in the order of seeds."""
+    """Join lists of runs, each over the same seeds, into one list in the order of seeds."""
     return [*chain(*zip(*runs, strict=True))]
 
 

@@ -185,8 +185,8 @@ class Outcome:
         )
 
     def units(self, metric: str) -> pd.DataFrame:
-        """Return the values whose mean a metric logs at the last step, a row for each unit such as a sequence. There
-        are no rows if the metric was not measured for each unit."""
+        """Return a frame of the values of a metric at the last step, with one row for each unit (sequence or question).
+        There are no rows if the metric was not measured for each unit."""
         evaluation = self.measurement(metric)
         return unit_rows(evaluation.frame, metric) if evaluation else pd.DataFrame()
 

@@ -155,7 +155,7 @@ def read_runs(
     # columns of categories can't take other values, and texts in Arrow's memory are slow to read one by one
     rows = rows.astype({name: object for name in rows.columns if isinstance(rows[name].dtype, ExtensionDtype)})
     metric = metric or (str(rows["metric"].iloc[0]) if "metric" in rows else "value")
-    primary = replace(primary, metric=metric, better=_direction(rows, better, source))
+    primary = replace(primary, metric=metric, better=_better_direction(rows, better, source))
     has_sizes = "size" in rows and bool(rows["size"].notna().any())
     split_columns = [*split_columns] or ["size"] * has_sizes
     labels = [
@@ -280,7 +280,7 @@ def _flat_rows(rows: list[dict[str, Plain]]) -> pd.DataFrame:
     return pd.json_normalize(rows).map(lambda cell: str(cell) if isinstance(cell, list) else cell)
 
 
-def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Direction:
+def _better_direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Direction:
     """Return which direction of the metric is better: the argument `better`, else the entry of the column `better`,
     else lower. Raises RunError: the column has several directions, or an unknown one."""
     found = {*rows["better"].dropna()} - {"none", ""} if "better" in rows else set()

@@ -1,5 +1,5 @@
 """This module draws comparisons of runs: training curves, metrics by position, length or head, and heat maps by layer
-and head. It also draws what training logs by layer and head."""
+and head. It also draws the normalizers' parameters in training."""
 
 import re
 from collections import Counter

@@ -81,7 +81,7 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
                 heading = f"{quantity} {heading}".strip()
             columns.append(_mean_column(heading, about, cells))
         if shape == "number":
-            unit = _unit(about.unit)
+            unit = _short_unit(about.unit)
             if has_units and any(len(of_arm) > 1 for of_arm in comparison.arms.values()):
                 spreads = [number_text(cell and cell.spread) for cell in cells]
                 columns.append((Column("sd over seeds", unit), spreads))
@@ -89,20 +89,21 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
                 values = [number_text(cell and dict(cell.about.references).get(level)) for cell in cells]
                 levels.append((Column(level, unit), values))
     title += " in training lengths" if shape == "bins" else ""
-    return Table(title, _unit(section["about"].iloc[0].unit), (*columns, *levels))
+    return Table(title, _short_unit(section["about"].iloc[0].unit), (*columns, *levels))
 
 
 def _mean_column(heading: str, about: Metric, cells: Sequence[MeanOfArm | None]) -> FilledColumn:
-    """Return a column of the means of a metric at a place, with their intervals if they have any."""
+    """Return a column of the means of a metric at one point or range of the axis, with their intervals if they have
+    any."""
     sources = dict.fromkeys(cell.interval.noise_source for cell in cells if cell and cell.interval)
-    unit, options = _unit(about.unit), {}
+    unit, options = _short_unit(about.unit), {}
     if sources:
         unit += f", 95% interval over {' or over '.join(sources)}, alone"
         options = {"kind": "mean", "decimals": 3 if about.unit == "fraction" else 4}
     return Column(heading, unit, **options), [cell and (cell.interval or number_text(cell.mean)) for cell in cells]
 
 
-def _unit(unit: str) -> str:
+def _short_unit(unit: str) -> str:
     """Shorten a unit for headings: `nats per token` becomes `nats/token`."""
     return unit.replace(" per ", "/")
 
@@ -112,7 +113,7 @@ def _difference_table(comparison: ArmComparison, differences: list[Difference]) 
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [difference.arm for difference in differences]),
         (Column("metric", kind="label"), [difference.subject for difference in differences]),
-        (Column("measured in", kind="label"), [_unit(difference.about.unit) for difference in differences]),
+        (Column("measured in", kind="label"), [_short_unit(difference.about.unit) for difference in differences]),
         (Column("better", kind="label"), [BETTER_SIDE[difference.about.better] for difference in differences]),
     ]
     intervals = [difference.interval for difference in differences]
@@ -146,7 +147,7 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
 
 def cost_table(arms: Arms, title: str = "What a run took") -> Table:
     """Return a table of the mean costs of a run, one row per arm, without costs that no run folder records."""
-    means = [pd.DataFrame([_costs(run) for run in runs], dtype=float).mean() for runs in arms.values()]
+    means = [pd.DataFrame([_run_costs(run) for run in runs], dtype=float).mean() for runs in arms.values()]
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [*arms]),
         (Column("runs"), [str(len(runs)) for runs in arms.values()]),
@@ -158,7 +159,7 @@ def cost_table(arms: Arms, title: str = "What a run took") -> Table:
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
-def _costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
+def _run_costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
     """Return a run's costs by (name, unit), None where the run folder records none."""
     seconds, memory = highest_logged(run.log_lines, "elapsed_s"), highest_logged(run.log_lines, PEAK_MEMORY)
     # the run's own, as the seconds are

@@ -112,7 +112,7 @@ def _run_folders(folder: Path) -> list[Path]:
 
 
 def run_columns(record: RunRecord) -> dict[str, Any]:
-    """Return the columns that describe a run, by name; all its rows share the values."""
+    """Return the columns that describe a run, by name; all rows of the run share the values."""
     experiment = record.config.get("experiment")
     experiment = experiment if isinstance(experiment, dict) else {}
     return {

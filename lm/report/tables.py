@@ -136,8 +136,8 @@ def signed_text(value: float) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """Return CSV text of all tables: a line for each measured cell that is no label, with its row's labels, its value,
-    and its interval."""
+    """Return CSV text of all tables: a line for each cell that holds a measured value, with the labels of the row, the
+    value and the interval."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:

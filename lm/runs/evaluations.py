@@ -121,7 +121,7 @@ COLUMNS = {
 
 
 def join_rows(blocks: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return one frame of several blocks of rows; without blocks it is empty."""
+    """Return one frame of several blocks of rows; the frame is empty without blocks."""
     return pd.concat(blocks, ignore_index=True) if blocks else pd.DataFrame(columns=[*COLUMNS]).astype(COLUMNS)
 
 
@@ -196,8 +196,8 @@ UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # the name of the level if it is an upper
 
 
 def chance_level(metric: Metric) -> tuple[str, float]:
-    """Return the name and value of the reference level that a model without training reaches, such as chance; ("", NaN)
-    if the metric has none.
+    """Return the name and value of a metric's reference level for a model that has learned nothing, such as chance;
+    ("", NaN) if the metric has none.
     """
     name, level = next(iter(metric.references), ("", math.nan))
     return (name, level) if name.startswith(("chance", UNIGRAM)) else ("", math.nan)

@@ -171,8 +171,8 @@ def check_log(run: Path, step: float = math.inf) -> None:
 
 
 def highest_logged(lines: list[dict[str, Plain]], name: str) -> float | None:
-    """Return the highest value logged as `name`; None if it was not logged. Examples are `elapsed_s`, the seconds in
-    training steps over all starts, and `PEAK_MEMORY`, in bytes.
+    """Return the highest value logged as `name`; None if it was not logged. Examples of names are `elapsed_s`, the
+    seconds in training steps over all starts, and `PEAK_MEMORY`, in bytes.
     """
     return max((line[name] for line in lines if line.get(name)), default=None)
 

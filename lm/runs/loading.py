@@ -42,7 +42,7 @@ from lm.runs.folder import (
 from lm.runs.manifest import MANIFEST, check_file, entries_of, write_files
 from lm.runs.resume_checks import trained_config
 
-WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
+WEIGHTS = "model.safetensors"  # file in a model folder, beside MODEL_JSON
 MODEL_KEYS = "model.yaml"  # file in the folder of a model without a training run, from which a configuration starts
 NON_SHAPE_KEYS = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
 MODEL_FORMAT = 6  # version of lm.json; FORMAT_WITHOUT_MANIFEST is read, too

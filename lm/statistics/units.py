@@ -17,12 +17,11 @@ class NoDocuments(RunError):
 
 
 def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Return the mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates.
-    Reports use all other units.
+    """Return the mask, (units,) bool, of the held-out units (such as sequences) that choose checkpoints and learning
+    rates. Results are reported on all other units.
 
-    `documents`, (units,), is the label of each unit's document. By a hash of label and data `fingerprint`, about a
-    third of the documents are selecting documents, which choose checkpoints and rates. All others are reporting
-    documents, whose results are reported.
+    `documents`, (units,), is the label of each unit's document. A hash of this label and the data `fingerprint` chooses
+    about a third of the documents for selection.
     """
     labels, label_indices = np.unique(documents, return_inverse=True)
     selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]

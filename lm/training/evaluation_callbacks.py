@@ -126,7 +126,7 @@ class CallbackMetrics(EvaluationCallback):
 
 
 class OtherTexts(EvaluationCallback):
-    """This callback measures the loss on other texts (`eval.texts`)."""
+    """This callback measures the loss on texts other than the training data (`eval.texts`)."""
 
     kind = "texts"
 

@@ -18,7 +18,7 @@ from lm.config.tree import Config
 from lm.model.decoder import Decoder, is_normalizer_parameter, parameter_group, projection_rows
 from lm.model.device import native_bf16_hardware
 
-MATRICES = "matrices"  # the group of parameters that Muon updates
+MATRIX_GROUP = "matrices"  # the group of parameters that Muon updates
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
 NEWTON_SCHULZ_STEPS = 5
 MIN_NORM = 1e-7  # least norm that a matrix is divided by
@@ -52,10 +52,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:
-            if group["name"] == MATRICES:
+            if group["name"] == MATRIX_GROUP:
                 self._update_matrices(group)
         self.adamw.state = self.state
-        self.adamw.param_groups = [group for group in self.param_groups if group["name"] != MATRICES]
+        self.adamw.param_groups = [group for group in self.param_groups if group["name"] != MATRIX_GROUP]
         self.adamw.step()
         return loss
 
@@ -131,14 +131,14 @@ def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.
 # An optimizer's state by parameter name; {} for a parameter without an update yet.
 OptimizerState = dict[str, dict[str, Tensor | float]]
 
-GROUPS = tuple(group.name for group in fields(ParameterGroups))
+GROUP_NAMES = tuple(group.name for group in fields(ParameterGroups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
     """Return parameter groups in torch's format, with named trained parameters. A group's `lr_factor` multiplies the
     schedule's learning rate.
     """
-    parameters: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUPS}
+    parameters: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUP_NAMES}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
             parameters[parameter_group(name, parameter)].append((name, parameter))
