@@ -1,7 +1,7 @@
 """`lm compare`: open or start experiments, print their plans, train their runs, and judge them.
 
-An experiment's folder records the settings that its first start fixed for all runs, and the plan from before the first
-final run (a run that is judged).
+An experiment's folder records the settings that its first start fixed for all runs. It also records the plan from
+before the first final run (a run that is judged).
 """
 
 import json
@@ -306,7 +306,8 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
 
 
 def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
-    """Yield the lines of a plan: the runs, their resources, time and settings, what the seeds find, and notes."""
+    """Yield the lines of a plan: the runs, their resources, time and settings, which differences the seeds find, and
+    notes."""
     experiment, run_costs = procedure.experiment, costs_by_arm(procedure)
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)

@@ -85,8 +85,8 @@ class ChildProcesses:
 
     def train(self, run: Run, devices: Devices | None, rank: int = 0) -> tuple[int, float]:
         """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit
-        status of its last command, negative if a signal killed it, and the seconds that its commands took. On a further
-        node, whose process has a `rank`, `lm train` is the only command.
+        status of the run's last command, negative if a signal killed the command, and the seconds that all its commands
+        took. On a further node, whose process has a `rank`, `lm train` is the only command.
         """
         # in a process that an earlier start left
         while not rank and is_training(run.config.run_folder) and not self._stopping.is_set():

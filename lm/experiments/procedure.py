@@ -196,7 +196,7 @@ class Procedure:
     def _runs_at(
         self, size: str, arm: Arm, stage: str, arm_rates: Iterable[Rate | None], rates: dict[str, Rate | None]
     ) -> dict[Rate | None, list[Run]]:
-        """Return the runs of an arm at several rates, by rate as a list over the seeds of the stage."""
+        """Return the runs of an arm at several rates: for each rate, a list with one run for each seed of the stage."""
         seeds = self.experiment.tune.seeds if stage == "tune" else self.experiment.seeds
         return {rate: [self.run(size, arm, stage, rate, seed, rates) for seed in seeds] for rate in arm_rates}
 

@@ -1,1 +1,2 @@
-"""Statistics of measured metrics: intervals, the choice of each arm's learning rate, verdicts (docs/statistics.md)."""
+"""This package computes statistics of measured metrics: intervals, the choice of each arm's learning rate, and verdicts
+(docs/statistics.md)."""

@@ -71,8 +71,8 @@ class Estimate:
         """Return half the length of the interval of each mean, (...,), which misses the true mean with probability
         `alpha`.
 
-        For a sample of equal values, the result is 0, or infinite if there are too few values for the sign-flip test to
-        reach a two-sided p of `alpha`.
+        For a sample of equal values the result is 0. It is infinite if such a sample has too few values for the
+        sign-flip test to reach a two-sided p of `alpha`.
         """
         exact_half = np.where(0.5 ** (self.degrees + 1) <= alpha / 2, 0.0, np.inf)
         half = np.where(self.error == 0, exact_half, scipy.special.stdtrit(self.degrees, 1 - alpha / 2) * self.error)
@@ -128,9 +128,9 @@ def is_unlearned(
     """Return whether `mean` is not better than `level`, the value of the metric for a model that has learned nothing.
     False if `level` or `mean` is NaN.
 
-    For a fraction of right answers (`groups` given, all values within 0 and 1, higher is better), the lower end of its
-    95 % interval must be above `level`. `values`, `weights` and `groups` are as for `interval_over_questions`; `better`
-    is `lower` or `higher`."""
+    A fraction of right answers is better only if the lower end of its 95 % interval is above `level`. Such a metric has
+    `groups`, values within 0 and 1, and higher is better. `values`, `weights` and `groups` are as for
+    `interval_over_questions`; `better` is `lower` or `higher`."""
     if better == "lower":
         return bool(mean >= level)
     is_fraction = groups is not None and mean > level and ((values >= 0) & (values <= 1)).all()

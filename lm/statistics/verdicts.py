@@ -372,8 +372,8 @@ def _kind_and_reason(
     margin: float,
     alpha: float,
 ) -> Obstacle:
-    """Return the kind of verdict that follows from an interval, the reason, and the reason in a few words if the
-    verdict is open (else an empty text)."""
+    """Return the kind of verdict that follows from an interval, and the reason. The third text is the reason in a few
+    words if the verdict is open, else empty."""
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     exact_test, tie = (
         ("sign-flip test", f"all {seeds} seeds differ by the same")

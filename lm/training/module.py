@@ -74,8 +74,8 @@ class LanguageModel(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss (nats, scalar) of a micro-batch, scaled so that the gradient accumulated in a step is the
-        gradient of the step's mean loss over tokens.
+        """Return the loss (nats, scalar) of a micro-batch. It is scaled so that the gradient accumulated in a step is
+        the gradient of the step's mean loss over tokens.
         """
         loss = self.decoder.loss(batch)
         self.sequence_length = batch.tokens.size(1)

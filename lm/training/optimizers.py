@@ -229,8 +229,8 @@ def saved_state(checkpoint: dict[str, object]) -> OptimizerState | None:
 
 
 def _numbered_state(optimizer: torch.optim.Optimizer, content: dict[str, object]) -> dict[str, object]:
-    """Return `content` with state by parameter number, as torch loads it. The state is copied, as the loaded state may
-    be mapped from a file.
+    """Return `content`, whose state is by parameter name, with state by parameter number, as torch loads it. The state
+    is copied, as the loaded state may be mapped from a file.
     """
     names, state = [name for group in optimizer.param_groups for name in group["param_names"]], content["state"]
     numbered = {number: copy.deepcopy(state[name]) for number, name in enumerate(names) if state.get(name)}

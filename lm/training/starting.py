@@ -324,9 +324,9 @@ def resume_or_branch(
     content, path: content and path of the checkpoint.
 
     Raises:
-        ConfigError: the data or a plugin's code differ from what the checkpoint was trained with. RunError: the
-            checkpoint holds weights alone, or weights that aren't finite; the log was altered, or environment.json is
-            missing.
+        ConfigError: the data or a plugin's code differ from what the checkpoint was trained with.
+        RunError: the checkpoint holds weights alone, or weights that aren't finite; the log was altered, or
+            environment.json is missing.
     """
     metadata, run = content["lm"], path.resolve().parent.parent
     if saved_state(content) is None:
