@@ -86,7 +86,7 @@ class FailsafeLogger(RunLogger):
     """
 
     label: str  # the log's name for the user
-    failed = False
+    has_failed = False
 
     def attempt(self, function: Callable[..., None], *arguments: object) -> None:
         """Call `function`, unless this log has failed before."""
