@@ -35,7 +35,7 @@ from lm.diagnostics.attention_rows import (
 )
 from lm.evaluation.diagnostics import diagnostic_rows, diagnostic_sequences, statistics_of
 from lm.evaluation.evaluation_kind import HeldOutSequences, units_frame
-from lm.evaluation.evaluation_kind import rows as evaluation_rows
+from lm.evaluation.evaluation_kind import metric_rows as evaluation_rows
 from lm.evaluation.held_out import LENGTH_AXIS
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
