@@ -250,14 +250,12 @@ class Experiment:
         return replace(self, base=merge(self.base, {"trainer": {name: settings[name] for name in names}}))
 
     def measurement_config(self, config: Config) -> Config:
-        """Return `config` with the entries of `self.evaluate` laid over it, to measure a run after training. Raises
-        ConfigError: the result is wrong."""
+        """Return `config` with the keys of `evaluate` laid over it. Raises ConfigError: the result is wrong."""
         return parse_config(merge(to_plain(config), self.evaluate)) if self.evaluate else config
 
     @cached_property
     def required_options(self) -> dict[SizeArm, OptionsByKind]:
-        """Return the options of evaluations that the experiment's `evaluate` sets, by size and arm, then by kind of
-        evaluation; {} without `evaluate`."""
+        """Return the options that `evaluate` sets, by size and arm, then by kind of evaluation; {} without them."""
         required = {}
         for size, arm in self.size_arms if self.evaluate else ():
             config = self.measurement_config(self.example_config(size, arm))
@@ -266,9 +264,8 @@ class Experiment:
         return required
 
     def due_evaluations(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
-        """Return how a run of an arm is measured: the kinds of evaluation that are due at its end, without validation;
-        the options that the experiment's `evaluate` asks for, by kind; and the options in the run's configuration, by
-        kind."""
+        """Return the kinds of evaluation that are due at the end of an arm's run, without validation; the options that
+        `evaluate` asks for, by kind; and those of the run's configuration, by kind."""
         (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kinds
         steps = config.trainer.max_steps
         due_kinds = [kind for kind in wanted_kinds if not arm.is_trained or kinds[kind].is_due(steps, steps)]
@@ -282,9 +279,8 @@ class Experiment:
 
 
 def config_hash(config: Config) -> str:
-    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits in its name. Null
-    keys (off) are left out, so that new keys of a later version don't change the hash. `init_from` and `branch_from`
-    are hashed as text, which `Experiment.run_config` makes independent of where the experiment's folder lies."""
+    """Hash the keys that decide what a run learns and how it is measured, to eight hexadecimal digits. Keys that are
+    null are left out, so that later keys don't change it. `Experiment.run_config` makes the paths relative."""
     text = json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

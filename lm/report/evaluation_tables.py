@@ -24,7 +24,7 @@ RUN_HEADING = "run, step"  # heading
 
 @dataclass(frozen=True, eq=False)
 class EvaluationResult:
-    """Holds one evaluation of one checkpoint of a run. `cached` says whether it was read from the run folder, not
+    """Holds one evaluation of one checkpoint of a run. `is_cached` says whether it was read from the run folder, not
     measured anew."""
 
     folder: Path

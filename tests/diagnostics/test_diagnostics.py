@@ -384,7 +384,7 @@ def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.
         evaluation_rows(about, np.array([row]).T, units_frame("", np.array(groups)), [length])
         for length, row, groups in points
     ]
-    print_results([EvaluationResult(Path("runs/one"), make_evaluation(pd.concat(blocks), "swap"), cached=False)])
+    print_results([EvaluationResult(Path("runs/one"), make_evaluation(pd.concat(blocks), "swap"), is_cached=False)])
     output = capsys.readouterr().out
     assert "64 tokens " in output
     assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", output)
