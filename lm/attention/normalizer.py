@@ -123,7 +123,7 @@ class Normalizer(torch.nn.Module, ABC):
         """The formula's length m is the option `base`, or the training length if that option is `train`."""
         return float(self.layer.train_length if self.options.base == "train" else self.options.base)
 
-    def constants(self) -> dict[str, float]:
+    def length_constants(self) -> dict[str, float]:
         """Return the formula's constants that the training length may set, by the name of the option."""
         return {"base": self.reference_length} if hasattr(self.options, "base") else {}
 

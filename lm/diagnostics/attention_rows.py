@@ -266,7 +266,7 @@ Statistics = Sequence[Statistic | QuerySums]
 VISIBLE_KEYS_AXIS = Axis("visible keys", "tokens", "where queries see about")
 HEAD_AXIS = Axis("head", "", "of head", log=False)
 # names of two fractions of rows, beside the statistics
-NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"
+NOT_FINITE_FRACTION, NO_WEIGHT_FRACTION = "rows that are not finite", "rows without weight"
 
 
 class AttentionMeasurement:
@@ -280,7 +280,7 @@ class AttentionMeasurement:
         self.query_statistics = [each for each in statistics if isinstance(each, Statistic)]
         self.query_sums = [each for each in statistics if isinstance(each, QuerySums)]
         # Values by row: the number of keys that its query sees, two reasons for being undefined, and each statistic.
-        self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.query_statistics)]
+        self.names = ["n", NOT_FINITE_FRACTION, NO_WEIGHT_FRACTION, *(each.name for each in self.query_statistics)]
         # shapes of the two parts of a vector
         self.rows_shape = len(self.names), layers, heads, len(queries)
         self.sums_shape = len(self.query_sums), layers, heads, 2 * length

@@ -16,8 +16,8 @@ from lm.data.store import Store
 from lm.diagnostics.attention_rows import (
     HEAD_AXIS,
     MIN_KEYS,
-    NO_WEIGHT,
-    NOT_FINITE,
+    NO_WEIGHT_FRACTION,
+    NOT_FINITE_FRACTION,
     VISIBLE_KEYS_AXIS,
     AttentionMeasurement,
     MeasuredValues,
@@ -50,8 +50,8 @@ STATISTIC_GROUPS: dict[str, Callable[[], Statistics]] = {
     "limits": limit_statistics,
 }
 UNDEFINED_FRACTIONS = (
-    Statistic(NOT_FINITE, "fraction", lambda rows: None),
-    Statistic(NO_WEIGHT, "fraction", lambda rows: None),
+    Statistic(NOT_FINITE_FRACTION, "fraction", lambda rows: None),
+    Statistic(NO_WEIGHT_FRACTION, "fraction", lambda rows: None),
 )
 _LENGTH_KEY = "eval.diagnostics.length_factor"
 

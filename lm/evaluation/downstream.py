@@ -85,7 +85,7 @@ class DownstreamTasks(Measurement):
         return super().options | {"lm_eval": importlib.metadata.version("lm_eval"), "end_tokens": end_tokens}
 
     @property
-    def is_reproducible(self) -> bool:
+    def facts_are_complete(self) -> bool:
         # a task file of the user may read files that are not known here
         return not any(name.endswith(TASK_FILES) for name in self.names)
 

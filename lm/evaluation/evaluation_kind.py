@@ -246,7 +246,7 @@ class Measurement(ABC):
         return {"seq_len": data.seq_len, "documents": data.documents, "sequences_sha256": sha256}
 
     @property
-    def is_reproducible(self) -> bool:
+    def facts_are_complete(self) -> bool:
         """Return whether `facts` holds everything that decides the results, so that a result can be used again."""
         return True
 
@@ -308,4 +308,4 @@ class Measurement(ABC):
             Progress().say(f"note: {path}: not as it was written: measured again")
             return None
         is_same = all(getattr(evaluation, name) == value for name, value in self.facts(weights, device).items())
-        return evaluation if is_same and self.is_reproducible else None
+        return evaluation if is_same and self.facts_are_complete else None

@@ -86,7 +86,7 @@ def metrics_of(config: Config) -> list[Metric]:
 def is_lm_metric_name(name: str) -> bool:
     """Return whether lm itself logs a metric of this name, so that no user's callback may log it."""
     lm_metrics = chain(TRAINING_METRICS, *(kind.logged_metrics for kind in MEASUREMENTS[:-1]))
-    return name in ("step", "tokens") or any(metric.logs(name) for metric in lm_metrics)
+    return name in ("step", "tokens") or any(metric.is_logged_as(name) for metric in lm_metrics)
 
 
 def _measurement_classes(config: Config) -> list[type[Measurement]]:

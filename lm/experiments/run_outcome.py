@@ -205,10 +205,10 @@ class Outcome:
             check_log(self.folder)
         for path, evaluation in evaluations.items():
             if self._has_own_options(evaluation):
-                self._check_logged(path, evaluation)
+                self._check_against_log(path, evaluation)
         return evaluations
 
-    def _check_logged(self, path: Path, evaluation: Evaluation) -> None:
+    def _check_against_log(self, path: Path, evaluation: Evaluation) -> None:
         """Check that an evaluation has the means that training has logged, up to the rounding of other hardware. Raises
         RunError: a mean differs.
         """

@@ -292,7 +292,9 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         "rope_layers": [rope.rotates_in(layer) for layer in range(model.n_layer)],
         "learned_positions": rope.has_last_position, "tie_word_embeddings": model.tied,
         "initializer_range": model.init_std, "dtype": "float32",
-        "normalizers": [{**to_plain(normalizer.options), **normalizer.constants()} for normalizer in normalizers],
+        "normalizers": [
+            {**to_plain(normalizer.options), **normalizer.length_constants()} for normalizer in normalizers
+        ],
     }  # fmt: skip
 
 

@@ -203,7 +203,8 @@ class ArmComparison:
         return Difference(arm, name, about, subject, interval, reason)
 
     def _obstacle(self, arm: str, sides: list[pd.DataFrame], paired: pd.DataFrame) -> str:
-        """Say why an arm's units and the baseline's (`sides`) can't be compared; empty if they can."""
+        """Say why the rows measured on an arm and on the baseline (`sides`, in that order) can't be compared; empty if
+        they can. `paired` holds the rows of the seeds that both have."""
         units = pd.concat(sides)
         for label, of_arm in zip((arm, self.baseline), sides, strict=True):
             if of_arm.empty:

@@ -93,8 +93,8 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
 
 
 def _mean_column(heading: str, about: Metric, cells: Sequence[MeanOfArm | None]) -> FilledColumn:
-    """Return a column of the means of a metric at one point or range of the axis, with their intervals if they have
-    any."""
+    """Return a column of a table with a row for each arm: the arm's mean of the metric `about` at one point or range of
+    the metric's axis, such as one sequence length, with its interval if it has one. A cell is None without a mean."""
     sources = dict.fromkeys(cell.interval.noise_source for cell in cells if cell and cell.interval)
     unit, options = _short_unit(about.unit), {}
     if sources:

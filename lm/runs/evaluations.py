@@ -90,7 +90,7 @@ class Metric:
         name = re.sub(r"\{(\w+)\}", lambda word: str(words.get(word[1], word[0])), self.name)
         return replace(self, name=name.strip())
 
-    def logs(self, name: str) -> bool:
+    def is_logged_as(self, name: str) -> bool:
         """Return whether training logs the metric under the name `name`."""
         return bool(self.name) and self.matches(name)
 
@@ -148,7 +148,7 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     definitions = {pair: {"name": pair[1]} | json.loads(metrics[pair[0]].options or "{}") for pair in set(tasks)}
     distinct = {str(definition): definition for definition in definitions.values()}
     subjects = dict(zip(distinct, task_names([*distinct.values()]), strict=True))
-    logged = {(code, name): metrics[code].logs(name) for code, name in set(names)}
+    logged = {(code, name): metrics[code].is_logged_as(name) for code, name in set(names)}
     columns = {
         name: np.array([getattr(evaluation, name) for evaluation in evaluations], object)[numbers]
         for name in FACT_COLUMNS

@@ -88,7 +88,7 @@ class Comparison:
         return self.differences_by_rate[(..., *self.judged_pair, slice(None))]
 
     @property
-    def n_rates(self) -> tuple[int, int]:
+    def rate_counts(self) -> tuple[int, int]:
         """Return the numbers of rates of the arm and of the baseline."""
         return self.differences_by_rate.shape[-3:-1]
 
@@ -130,7 +130,7 @@ class Comparison:
             return (-high, -low) if self.higher_is_better else (low, high)
 
         low, high = (end[(..., *self.judged_pair)] for end in oriented(alpha))
-        if self.n_rates != (1, 1):
+        if self.rate_counts != (1, 1):
             shared = slice(self.n_shared_rates)
             arm_rates, base_rates = (1, 1) if self.all_pairs else self.differences_by_rate[..., shared, 0].shape[-2:]
             highest = combine_over_rates(oriented(alpha / arm_rates)[1], self.all_pairs)
@@ -300,7 +300,7 @@ def family_of(stacks: Iterable[Stack]) -> Family:
     for stack, members in stacks:
         count += len(members)
         differences = stack.differences
-        if stack.n_rates != (1, 1) or differences.shape[1] < MIN_SEEDS:
+        if stack.rate_counts != (1, 1) or differences.shape[1] < MIN_SEEDS:
             continue
         is_testable = np.isfinite(differences).all(1) & [member.obstacle is None for member in members.values()]
         if stack.unpaired_values is None:
@@ -399,7 +399,7 @@ def _kind_and_reason(
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
         return "undecided", reason, "all seeds agree, and are too few"
-    rates = ", over all rates that the arms were trained at," if stack.n_rates != (1, 1) else ""
+    rates = ", over all rates that the arms were trained at," if stack.rate_counts != (1, 1) else ""
     finding = f"the interval{rates} holds 0, and differences of more than {margin:g}"
     fewest = stack.fewest_agreeing_seeds(margin, alpha)
     if seeds < fewest:

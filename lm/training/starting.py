@@ -123,7 +123,8 @@ def _check_trainable(config: Config) -> None:
 
 def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: Path | str) -> list[Problem]:
     """Return problems if learned positions, which are weights, or options of a normalizer differ from the decoder
-    `source` at `path`. Initial values may differ; constants (`Normalizer.constants`) are compared by their values.
+    `source` at `path`. Initial values may differ. Constants of formulas (`Normalizer.length_constants`) are compared by
+    their values.
     """
     problems, positions = [], (decoder.config.position, source.config.position)
     is_learned = any(position.has_last_position for position in positions)
@@ -132,7 +133,9 @@ def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: P
         problems.append(Problem("model.position", positions[0].name, reason, "set it and data.seq_len to that"))
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
     for pair in zip(decoder.normalizers(), source.normalizers(), strict=True):
-        options = [to_plain(normalizer.options, include_defaults=True) | normalizer.constants() for normalizer in pair]
+        options = [
+            to_plain(normalizer.options, include_defaults=True) | normalizer.length_constants() for normalizer in pair
+        ]
         if changes := {
             key: (value, old)
             for key, (value, old) in config_differences({"normalizer": options[0]}, {"normalizer": options[1]}).items()

@@ -25,8 +25,8 @@ from lm.data.prepare import prepare
 from lm.diagnostics import sparsity
 from lm.diagnostics.attention_rows import (
     MIN_KEYS,
-    NO_WEIGHT,
-    NOT_FINITE,
+    NO_WEIGHT_FRACTION,
+    NOT_FINITE_FRACTION,
     AttentionMeasurement,
     MeasuredValues,
     fit_exponent,
@@ -156,7 +156,9 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
                 row, keys = weights[head, query], visible[query]
                 if keys.sum() < MIN_KEYS or not np.abs(row).sum():
                     assert all(
-                        np.isnan(value) for name, value in actual.items() if name not in (NOT_FINITE, NO_WEIGHT)
+                        np.isnan(value)
+                        for name, value in actual.items()
+                        if name not in (NOT_FINITE_FRACTION, NO_WEIGHT_FRACTION)
                     ), actual
                     continue
                 expected = naive(row, keys, query - positions[query], query, sums_to_one)
@@ -227,8 +229,8 @@ def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_
     values = measured(decoder, batch())
     for name, array in values.by_query.items():
         last = array[0, :, :, -1].tolist()
-        if name in (NOT_FINITE, NO_WEIGHT):
-            assert last == [[name == NO_WEIGHT, name == NOT_FINITE]] * 2
+        if name in (NOT_FINITE_FRACTION, NO_WEIGHT_FRACTION):
+            assert last == [[name == NO_WEIGHT_FRACTION, name == NOT_FINITE_FRACTION]] * 2
         else:
             assert np.isnan(last).all(), name
     assert values.n[0, 0, -1] == LENGTH
