@@ -24,7 +24,7 @@ from lm.runs.folder import (
     read_environment,
     read_metrics,
 )
-from lm.runs.manifest import read_file
+from lm.runs.manifest import check_file, read_file
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.statistics.intervals import is_unlearned
 from lm.statistics.units import unit_rows, units_of_part, weighted_mean
@@ -138,8 +138,11 @@ class Outcome:
     @cached_property
     def is_trained(self) -> bool:
         """Return whether the checkpoint of the last step exists, and the validation loss (`SELECTION_METRIC`) was
-        measured at this step."""
-        return self.checkpoint.exists() and self.measurement(SELECTION_METRIC) is not None
+        measured at this step. Raises RunError: the checkpoint was altered, or is of another run."""
+        if not self.checkpoint.exists() or not self.measurement(SELECTION_METRIC):
+            return False
+        check_file(self.folder, f"{CHECKPOINTS}/{self.checkpoint.name}")
+        return True
 
     @cached_property
     def is_complete(self) -> bool:

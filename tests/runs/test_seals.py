@@ -152,6 +152,16 @@ def diverged(procedure: Procedure) -> None:
         log.write(json.dumps({"step": 8, DIVERGED_KEY: "the loss is not finite"}) + "\n")
 
 
+def emptied(procedure: Procedure) -> None:
+    """A checkpoint of 0 bytes."""
+    ours(procedure).outcome.checkpoint.write_bytes(b"")
+
+
+def exchanged(procedure: Procedure) -> None:
+    """The baseline's checkpoint in place of an arm's."""
+    ours(procedure).outcome.checkpoint.write_bytes(ours(procedure, "softmax").outcome.checkpoint.read_bytes())
+
+
 ALTERED = r"was altered, or is of another folder \(its sha256 is not in manifest\.jsonl\); bring it back"
 EDITS = {
     copied: rf"validation\.step-\d+\.csv: {ALTERED}, or measure it again: lm eval .* --checkpoint \d+$",
@@ -168,6 +178,8 @@ EDITS = {
     with_other_warmup: rf"config\.yaml: {ALTERED}",
     with_empty_config: rf"config\.yaml: {ALTERED}",
     diverged: r"metrics\.jsonl: says that the run diverged, but .*ckpt is there: bring it back",
+    emptied: rf"step-\d+\.ckpt: {ALTERED}$",
+    exchanged: rf"step-\d+\.ckpt: {ALTERED}$",
 }
 
 
