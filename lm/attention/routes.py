@@ -84,16 +84,13 @@ def fused_softmax(
     in_order = (layout.causal or layout.queries_are_last) and mask is None and v.device.type == "cpu"
     if in_order and k.size(2) <= SHORT_LENGTH:
         return block_attention(q, k, v, scale, key_bias=key_bias)
-    in_grad_mode = torch.is_grad_enabled()
-    # PyTorch's kernel for CPUs adds a mask to logits without a gradient for it; lm's own takes no mask
-    adds_bias = CPU_KERNEL and key_bias is not None and causal and in_order and in_grad_mode and q.size(-1) == width
-    if adds_bias:
-        wide_bias = key_bias.detach().to(torch.promote_types(v.dtype, torch.float32)).expand(k.shape[:3])
-        mask = (wide_bias - wide_bias[..., k.size(2) // 2, None]).unsqueeze(-2).contiguous()  # others are misread
     if key_bias is not None:
-        q, k = append_bias(q.to(v.dtype), k.to(v.dtype), key_bias / scale, n_parts=0 if adds_bias else 3)
-    size, needs_grad = q.size(-1), in_grad_mode and any(x.requires_grad for x in (q, k, v))
-    if in_order and not (adds_bias or needs_grad or cpu_kernel.why_unusable(v)):
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if CPU_KERNEL and causal and in_order and torch.is_grad_enabled() and q.size(-1) == width:
+            return _biased_softmax(q, k, v, key_bias, scale)
+        q, k = append_bias(q, k, key_bias / scale)
+    size, needs_grad = q.size(-1), torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if in_order and not (needs_grad or cpu_kernel.why_unusable(v)):
         return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
     n_pieces = -(-width // size)
     if width != size:
@@ -102,13 +99,51 @@ def fused_softmax(
         q, k = q.repeat_interleave(n_pieces, 1), k.repeat_interleave(n_pieces, 1)
     if mask is None and not causal:
         mask = layout.visible()
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    if adds_bias:  # the kernel reads other strides of the last dimension as 1; its second result are logarithms of sums
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        output, _ = CPU_KERNEL(q, k, v, attn_mask=mask, is_causal=True, scale=scale)
-    else:
-        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    output = F.scaled_dot_product_attention(
+        q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale
+    )
     return output if width == size else output.unflatten(1, (-1, n_pieces)).transpose(2, 3).flatten(-2)[..., :width]
+
+
+class _BiasedSoftmax(torch.autograd.Function):
+    """Compute causal softmax(scale q.k + bias) v by PyTorch's kernel for CPUs. The kernel adds the bias (B, H, S) as a
+    mask, and has no gradient for a mask. So the backward pass appends dimensions to q and k that carry it
+    (`append_bias`)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        # the kernel misreads a mask that isn't contiguous, and reads other strides of the last dimension as 1
+        mask = (bias - bias[..., bias.size(-1) // 2, None]).unsqueeze(-2).contiguous()
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        output, log_sums = CPU_KERNEL(q, k, v, is_causal=True, attn_mask=mask, scale=scale)
+        ctx.save_for_backward(q, k, v, bias, output, log_sums, mask)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, output, log_sums, mask = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in (q, k, bias)]
+        with torch.enable_grad():
+            long_q, long_k = (
+                append_bias(*leaves[:2], leaves[2] / ctx.scale, 0) if ctx.needs_input_grad[3] else leaves[:2]
+            )
+        padding = 0, long_q.size(-1) - q.size(-1)
+        grad, long_v, output = (F.pad(x, padding) for x in (grad, v, output))
+        backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        *long_grads, dv = backward_kernel(
+            grad, long_q, long_k, long_v, output, log_sums, 0.0, True, attn_mask=mask, scale=ctx.scale
+        )
+        dq, dk, dbias = torch.autograd.grad((long_q, long_k), leaves, long_grads, materialize_grads=True)
+        return dq, dk, dv[..., : v.size(-1)], dbias, None
+
+
+@keep_uncompiled
+def _biased_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Return causal softmax(scale q.k + bias) v, all of one head size on a CPU; bias: broadcastable to (B, H, S)."""
+    bias = bias.to(torch.promote_types(v.dtype, torch.float32)).expand(k.shape[:3])
+    return _BiasedSoftmax.apply(q, k, v, bias, scale)
 
 
 def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_parts: int = 3) -> tuple[Tensor, Tensor]:
