@@ -44,6 +44,21 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     }
 
 
+def distinct_names(blocks: list[dict[str, Plain]]) -> list[str]:
+    """Return a name for each of `blocks`, for example `mqar (pairs 8)` for a task. It is the block's key `name` and, in
+    brackets, the options that differ between blocks of one name.
+    """
+    names = []
+    for block in blocks:
+        namesakes = [namesake for namesake in blocks if namesake["name"] == block["name"]]
+        differing_keys = [key for key in block if any(namesake.get(key) != block[key] for namesake in namesakes)]
+        options = ", ".join(
+            f"{key} {str(block[key]).lower() if isinstance(block[key], bool) else block[key]}" for key in differing_keys
+        )
+        names.append(f"{block['name']} ({options})" if options else block["name"])
+    return names
+
+
 def convert(hint: type, value: Plain):
     """Return `value` as type `hint`; only int is converted to another type, float. Return MISSING if `value` can't have
     the type.

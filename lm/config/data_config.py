@@ -15,7 +15,6 @@ from typing import ClassVar, Literal
 from lm.config.schema import key, section, variant
 from lm.errors import Problem
 from lm.files import expand_home
-from lm.plain import Plain
 
 MAX_SYMBOLS, MAX_TASK_SYMBOLS = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
 TEST_DIVISOR = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
@@ -166,21 +165,6 @@ class Needle(Task):
 
 
 TASKS = {v.name: v for v in (MQAR, Needle)}
-
-
-def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
-    """Return a name for each of `tasks` (plain data), such as `mqar (pairs 8)`. Options that differ between tasks of
-    one name are in brackets.
-    """
-    names = []
-    for task in tasks:
-        namesakes = [namesake for namesake in tasks if namesake["name"] == task["name"]]
-        differing_keys = [key for key in task if any(namesake.get(key) != task[key] for namesake in namesakes)]
-        options = ", ".join(
-            f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in differing_keys
-        )
-        names.append(f"{task['name']} ({options})" if options else task["name"])
-    return names
 
 
 # ---------------------------------------------------------------- the lengths of sequences

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lm.config.data_config import Needle, Task, task_names
+from lm.config.data_config import Needle, Task
 from lm.config.eval_config import lengths_from_factors
 from lm.config.tree import Config
 from lm.data.batches import NO_TARGET, Batch
@@ -33,7 +33,7 @@ from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.plain import Plain, to_plain
+from lm.plain import Plain, distinct_names, to_plain
 from lm.runs.evaluations import NATS, Metric
 
 UnitValues = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
@@ -149,7 +149,7 @@ class Recall(AnswerMeasurement):
     def tasks_of(cls, config: Config) -> dict[str, Task]:
         """Return the tasks that a configuration asks for, by names that tell them apart."""
         tasks = cls.options_of(config).measured_tasks(config.data)
-        return dict(zip(task_names([to_plain(task) for task in tasks]), tasks, strict=True))
+        return dict(zip(distinct_names([to_plain(task) for task in tasks]), tasks, strict=True))
 
     @classmethod
     def sequence_facts(cls, config: Config, metric: str) -> dict[str, Plain]:

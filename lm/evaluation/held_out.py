@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from lm.config.data_config import DataConfig, TokenizerFile, task_names
+from lm.config.data_config import DataConfig, TokenizerFile
 from lm.config.eval_config import InferenceSetting, ValidationTiming, lengths_from_factors
 from lm.config.tree import Config
 from lm.data.batches import long_window_starts, validation_starts
@@ -24,7 +24,7 @@ from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
-from lm.plain import Plain, to_plain
+from lm.plain import Plain, distinct_names, to_plain
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import LOSS, NATS, UNIGRAM, UNIGRAM_BOUND, VALIDATION, Axis, Metric
@@ -242,7 +242,7 @@ class Validation(Measurement):
     def part_names(cls, config: Config) -> list[str]:
         """Return the names of a mixture's sources, or of the tasks over symbols; an empty list if there is only one."""
         data = config.data
-        names = task_names([to_plain(task.task) for task in data.tasks]) if data.symbolic else source_labels(data)
+        names = distinct_names([to_plain(task.task) for task in data.tasks]) if data.symbolic else source_labels(data)
         return names if len(names) > 1 else []
 
     @classmethod

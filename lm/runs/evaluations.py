@@ -19,11 +19,10 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from lm.config.data_config import task_names
 from lm.config.eval_config import EvalConfig
 from lm.errors import RunError, one_line
 from lm.files import source_files_sha256
-from lm.plain import Plain, json_value
+from lm.plain import Plain, distinct_names, json_value
 from lm.runs.folder import EVALUATIONS
 from lm.runs.manifest import read_file
 from lm.statistics.units import grouped_mean, unit_rows, weighted_mean
@@ -147,7 +146,7 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     tasks, names = (list(zip(codes.tolist(), rows[name], strict=True)) for name in ("task", "metric"))
     definitions = {pair: {"name": pair[1]} | json.loads(metrics[pair[0]].options or "{}") for pair in set(tasks)}
     distinct = {str(definition): definition for definition in definitions.values()}
-    subjects = dict(zip(distinct, task_names([*distinct.values()]), strict=True))
+    subjects = dict(zip(distinct, distinct_names([*distinct.values()]), strict=True))
     logged = {(code, name): metrics[code].is_logged_as(name) for code, name in set(names)}
     columns = {
         name: np.array([getattr(evaluation, name) for evaluation in evaluations], object)[numbers]
