@@ -1,4 +1,6 @@
-"""These callbacks evaluate the model during training; each makes one kind of evaluation, such as validation."""
+"""These callbacks evaluate the model during training; each instance makes one kind of evaluation, such as needle
+retrieval. Validation and the metrics of users' callbacks have classes of their own.
+"""
 
 import math
 import time
@@ -28,7 +30,6 @@ class EvaluationCallback(StepCallback):
     `eval.on_error` is stop.
     """
 
-    kind: ClassVar[str]  # the key of the evaluation's options in `eval`
     # whether its result is there before the checkpoint of its step, so that a resumed run lacks none
     precedes_checkpoint: ClassVar[bool] = False
 
@@ -45,7 +46,8 @@ class EvaluationCallback(StepCallback):
         step = trainer.global_step
         if not step or self.precedes_checkpoint or not self.is_due(step):
             return
-        is_missing = trainer.is_global_zero and not evaluation_path(self.config.run_folder, self.kind, step).exists()
+        path = evaluation_path(self.config.run_folder, self.measurement.kind, step)
+        is_missing = trainer.is_global_zero and not path.exists()
         if trainer.strategy.reduce_boolean_decision(is_missing, all=False):
             # after a swap: the model of the phase before
             self.measure(trainer, module, module.start.replaced_decoder or module.decoder)
@@ -84,7 +86,7 @@ class EvaluationCallback(StepCallback):
 class Validation(EvaluationCallback):
     """This callback measures the loss at the training length, every `Config.validation_every` steps and at the end."""
 
-    kind, precedes_checkpoint = "validation", True
+    precedes_checkpoint = True
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure the validation loss and return the result; None if measuring failed. Record this step as the best one
@@ -104,7 +106,7 @@ class CallbackMetrics(EvaluationCallback):
     can be an experiment's `primary.metric`.
     """
 
-    kind, precedes_checkpoint = "callbacks", True
+    precedes_checkpoint = True
 
     def __init__(self, run: RunContext):
         super().__init__(run, CallbackMeasurement(run.config, run.store))
@@ -123,65 +125,6 @@ class CallbackMetrics(EvaluationCallback):
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.measurement.values = values
         return super().measure(trainer, module, decoder) if values else None
-
-
-class OtherTexts(EvaluationCallback):
-    """This callback measures the loss on texts other than the training data (`eval.texts`)."""
-
-    kind = "texts"
-
-
-class LossByLength(EvaluationCallback):
-    """This callback measures the loss of the same tokens in sequences of several lengths (`eval.by_length`)."""
-
-    kind = "by_length"
-
-
-class LongContextLoss(EvaluationCallback):
-    """This callback measures the loss by position in sequences beyond the training length (`eval.long_context`)."""
-
-    kind = "long_context"
-
-
-class Recall(EvaluationCallback):
-    """This callback measures the accuracy of answers in synthetic sequences, by their length (`eval.recall`)."""
-
-    kind = "recall"
-
-
-class NeedleRetrieval(EvaluationCallback):
-    """This callback measures how often the model answers with a number hidden in long text, by length and depth
-    (`eval.needle`).
-    """
-
-    kind = "needle"
-
-
-class DownstreamTasks(EvaluationCallback):
-    """This callback measures tasks of lm-eval (`eval.tasks`)."""
-
-    kind = "tasks"
-
-
-class Diagnostics(EvaluationCallback):
-    """This callback measures the concentration and other statistics of attention weights (`eval.diagnostics`)."""
-
-    kind = "diagnostics"
-
-
-EVALUATION_CALLBACKS: dict[str, type[EvaluationCallback]] = {
-    callback.kind: callback
-    for callback in (
-        Validation,
-        OtherTexts,
-        LossByLength,
-        LongContextLoss,
-        Recall,
-        NeedleRetrieval,
-        DownstreamTasks,
-        Diagnostics,
-    )
-}
 
 
 class SwapEffect(StepCallback):

@@ -22,7 +22,7 @@ from lm.model.spec import flops_per_token
 from lm.plain import Plain
 from lm.progress import StepProgress
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.evaluations import VALIDATION, evaluation_files, evaluation_path, load_evaluation, logged_means
+from lm.runs.evaluations import evaluation_files, evaluation_path, logged_means
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -34,14 +34,13 @@ from lm.runs.folder import (
     checkpoint_path,
     checkpoint_paths,
     checkpoint_step,
-    read_metrics,
     truncate_metrics,
 )
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import truncate_manifest, write_files
-from lm.runs.record import divergence
+from lm.runs.record import read_run
 from lm.training.banner import banner, environment
-from lm.training.evaluation_callbacks import EVALUATION_CALLBACKS, CallbackMetrics, SwapEffect, Validation
+from lm.training.evaluation_callbacks import CallbackMetrics, EvaluationCallback, SwapEffect, Validation
 from lm.training.launcher import Process
 from lm.training.lightning_import import L, MisconfigurationException, SIGTERMException
 from lm.training.loggers import MetricsFile, make_loggers
@@ -166,7 +165,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                     data.loader.kill_workers()
             step = trainer.global_step
             if step >= config.trainer.max_steps:
-                divergence_text = final_divergence(folder, step) if trainer.is_global_zero else ""
+                divergence_text = read_run(folder).divergence if trainer.is_global_zero else ""
                 run.progress.say(f"done: {folder}" + (f", diverged: {divergence_text}" if divergence_text else ""))
                 return 0
             if trainer.should_stop and not run.stop.signal:
@@ -206,7 +205,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
             Validation(run, run.measurements[0]),  # before Checkpoints, which saves the best
             Checkpoints(run),
             # last, as they take long: a kill meanwhile loses no step
-            *(EVALUATION_CALLBACKS[measurement.kind](run, measurement) for measurement in run.measurements[1:]),
+            *(EvaluationCallback(run, measurement) for measurement in run.measurements[1:]),
             SwapEffect(run),
         ],
         default_root_dir=config.run_folder,
@@ -224,15 +223,6 @@ def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
     if launcher == "srun":
         return environments.SLURMEnvironment(auto_requeue=False)  # else Lightning would answer SIGUSR1
     return environments.TorchElasticEnvironment() if launcher == "torchrun" else environments.LightningEnvironment()
-
-
-def final_divergence(folder: Path, step: int) -> str:
-    """Return a text that says how a run that ended at `step` diverged (`lm.runs.record.divergence`); it is empty if the
-    run didn't diverge.
-    """
-    path = evaluation_path(folder, VALIDATION, step)
-    validation = load_evaluation(path) if path.exists() else None
-    return divergence(read_metrics(folder), validation)
 
 
 def truncate_run(run: Path, step: int) -> None:
@@ -262,7 +252,7 @@ def _evaluate_missing(
         for result in evaluate_model(folder, load(checkpoint), missing, open_device(config, facts)):
             means = {"tokens": result.evaluation.tokens_seen, **logged_means(result.evaluation)}
             MetricsFile(folder / METRICS).write(means, step)
-    divergence_text = final_divergence(folder, step)
+    divergence_text = read_run(folder).divergence
     advice = f"raise trainer.max_steps to go on, or evaluate it with other options: lm eval {folder} KEY=VALUE"
     print(f"{folder}: complete at step {step}{divergence_text and f', diverged: {divergence_text}'}; {advice}")
 
