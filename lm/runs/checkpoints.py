@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lm.errors import RunError, one_line
 from lm.files import file_sha256, replace_file
-from lm.plain import Plain
 from lm.runs.folder import CHECKPOINTS, checkpoint_paths, log_entry
 from lm.runs.manifest import add_entries, check_file, manifest_entry
 
@@ -64,19 +63,14 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     folder = Path(os.path.realpath(path)).parent  # raises nothing for a loop of links
     if folder.name == CHECKPOINTS and path.is_file():
         check_file(folder.parent, f"{CHECKPOINTS}/{path.resolve().name}", advice=f"bring it back{_fallback_hint(path)}")
-    return _read_checkpoint(path)
+    return read_checkpoint(path)
 
 
-def load_metadata(path: Path) -> dict[str, Plain]:
-    """Return the checkpoint's metadata: step, phase, configuration and more. The file is not checked by the manifest,
-    and its tensors are not read. Raises RunError as `load_checkpoint` does.
-    """
-    return _read_checkpoint(path)["lm"]
+def read_checkpoint(path: Path) -> dict[str, object]:
+    """Return the content of a checkpoint file without a check by the manifest. Tensors are read when they are used;
+    `lm` in the content is plain data: step, phase, configuration and more.
 
-
-def _read_checkpoint(path: Path) -> dict[str, object]:
-    """Return the content of a checkpoint file without a check by the manifest. Raises RunError: the file is missing or
-    unreadable, or no checkpoint of this version of lm.
+    Raises RunError: the file is missing or unreadable, or no checkpoint of this version of lm.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

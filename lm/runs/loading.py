@@ -26,7 +26,7 @@ from lm.files import expand_home, json_bytes, new_folder
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
-from lm.runs.checkpoints import load_checkpoint, load_metadata
+from lm.runs.checkpoints import load_checkpoint, read_checkpoint
 from lm.runs.folder import (
     CHECKPOINTS,
     ENVIRONMENT,
@@ -166,7 +166,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         paths = checkpoint_paths(path / CHECKPOINTS)
         files = {str(checkpoint_step(file)): file for file in paths} | ({"last": paths[-1]} if paths else {})
         if paths and checkpoint == "best":
-            best = load_metadata(paths[-1]).get("best")
+            best = read_checkpoint(paths[-1])["lm"].get("best")
             step = str(best.get("step")) if isinstance(best, dict) else ""
             files |= {"best": files[step]} if step in files else {}
         if checkpoint not in files:
@@ -214,8 +214,8 @@ _MISFIT_ERRORS = (
     OverflowError,
     OSError,
     SafetensorError,
+    ConfigError,
 )
-_MISFIT_ERRORS += (ConfigError,)
 
 
 @contextmanager

@@ -257,11 +257,7 @@ class RunRecord:
         """Return the entry of environment.json at a dotted `path`, such as `parameters.total`; None if there is no such
         entry.
         """
-        return self._flat_environment.get(path)
-
-    @cached_property
-    def _flat_environment(self) -> dict[str, Plain]:
-        return flatten(self.environment)
+        return flatten(self.environment).get(path)
 
 
 def read_run(folder: Path, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})) -> RunRecord:

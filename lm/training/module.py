@@ -123,7 +123,8 @@ class LanguageModel(L.LightningModule):
             message += "; checkpoints up to the last saved are intact"
             advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name"
             raise Diverged(f"{message}: {advice}", step)
-        state.count_step(nll, n_targets)
+        state.nll_since_line += nll
+        state.targets_since_line += n_targets
         torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
 
     def _sums_over_ranks(self) -> Tensor:

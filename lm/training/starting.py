@@ -187,11 +187,6 @@ class RunState:
             best = None
         return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 
-    def count_step(self, nll: float, targets: int) -> None:
-        """Add a step to the sums since the last logged line. `nll` is the sum of the step's losses (nats)."""
-        self.nll_since_line += nll
-        self.targets_since_line += targets
-
     def take_mean_loss(self) -> float:
         """Return the mean loss (nats per target) over all ranks since the last call, and reset the sums."""
         mean, self.nll_since_line, self.targets_since_line = self.nll_since_line / self.targets_since_line, 0.0, 0
