@@ -31,37 +31,39 @@ from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 
-Step = Callable[[], None]
+StepFunction = Callable[[], None]
 DENSE_NORMALIZERS = ("softmax", "relu2", "sigmoid")
 
 
 def time_interleaved(
-    sides: dict[str, Step], rounds: int, clock: Callable[[], float] = time.perf_counter
+    alternatives: dict[str, StepFunction], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
     """Time each alternative's step `rounds` times, in a new random order each round, and return seconds by name.
 
     Three steps of each alternative are made first and not timed. clock: a function that returns seconds.
     """
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for step in sides.values():
+    times: dict[str, list[float]] = {name: [] for name in alternatives}
+    for step in alternatives.values():
         for _ in range(3):
             step()
     for _ in range(rounds):
-        for name in random.sample(list(sides), len(sides)):
+        for name in random.sample(list(alternatives), len(alternatives)):
             start = clock()
-            sides[name]()
+            alternatives[name]()
             times[name].append(clock() - start)
     return times
 
 
-def print_ratios(times: dict[str, list[float]], base: str, tokens: int) -> None:
-    """Print each alternative's median step time, its tokens/s, and its ratio to `base`.
+def print_ratios(times: dict[str, list[float]], base_name: str, tokens: int) -> None:
+    """Print each alternative's median step time, its tokens/s, and its ratio to `base_name`.
 
     The ratio is the median over rounds, with a 95 % bootstrap interval. tokens: number of tokens of a step.
     """
-    print(f"{'':<24} {'ms a step':>10} {'tokens/s':>10} {'ratio to ' + base:>22}   95 % interval of the median ratio")
+    print(
+        f"{'':<24} {'ms a step':>10} {'tokens/s':>10} {'ratio to ' + base_name:>22}   95 % interval of the median ratio"
+    )
     for name, seconds in times.items():
-        ratios = [a / b for a, b in zip(seconds, times[base], strict=True)]
+        ratios = [a / b for a, b in zip(seconds, times[base_name], strict=True)]
         medians = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000))
         median = statistics.median(seconds)
         print(
@@ -75,7 +77,7 @@ def model_config(arguments: argparse.Namespace, **changes: object) -> ModelConfi
     return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
 
 
-def attention_step(options: object, arguments: argparse.Namespace, dense: bool = False) -> Step:
+def attention_step(options: object, arguments: argparse.Namespace, dense: bool = False) -> StepFunction:
     """Return a function that makes a forward and a backward pass of one attention call, (1, heads, seq_len, 64).
 
     options: options of the normalizer. dense: whether its dense definition is timed, not its fastest route.
@@ -103,23 +105,23 @@ def attention_step(options: object, arguments: argparse.Namespace, dense: bool =
     return step
 
 
-def kernel_steps(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
+def kernel_steps(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, StepFunction], str]:
     """Return an attention call for each normalizer's fastest route and some dense definitions, and the name of the
     base.
     """
-    sides = {name: attention_step(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}
+    alternatives = {name: attention_step(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}
     dense = {
         f"{name}, dense": attention_step(kinds.LAYER_OPTIONS[name](), arguments, dense=True)
         for name in DENSE_NORMALIZERS
     }
-    return sides | dense, "softmax"
+    return alternatives | dense, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
     """Print the peak resident memory that one forward and backward pass adds, each alternative in a new process."""
-    sides = [(name, False) for name in kinds.LAYER_OPTIONS] + [(name, True) for name in DENSE_NORMALIZERS]
+    alternatives = [(name, False) for name in kinds.LAYER_OPTIONS] + [(name, True) for name in DENSE_NORMALIZERS]
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
-    for name, dense in sides:
+    for name, dense in alternatives:
         command = [sys.executable, __file__, "memory-of", name + (":dense" if dense else "")]
         options = [
             "--seq-len",
@@ -144,7 +146,7 @@ def print_added_memory(arguments: argparse.Namespace) -> None:
     print(f"{(peak_process_bytes() - before) / 2**20:,.0f}")
 
 
-def measure_long(arguments: argparse.Namespace) -> None:
+def measure_long_sequence(arguments: argparse.Namespace) -> None:
     """Print the seconds and the peak memory, beyond model and sequence, of the loss by position of one long
     sequence.
     """
@@ -193,7 +195,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     arguments.seq_len = arguments.seq_len or DEFAULT_LENGTHS[arguments.what]
-    functions = {"memory": print_memory, "memory-of": print_added_memory, "long": measure_long}
+    functions = {"memory": print_memory, "memory-of": print_added_memory, "long": measure_long_sequence}
     if arguments.what in functions:
         return functions[arguments.what](arguments)
     torch.manual_seed(0)
@@ -201,7 +203,7 @@ def main() -> None:
     sequences = torch.randint(
         arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device
     )
-    sides, base = kernel_steps(arguments, sequences)
+    alternatives, base_name = kernel_steps(arguments, sequences)
     name = (
         torch.cuda.get_device_name()
         if sequences.is_cuda
@@ -209,9 +211,11 @@ def main() -> None:
     )
     print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
     if arguments.only:
-        sides = {name: sides[name] for name in (base, *arguments.only)}
+        alternatives = {name: alternatives[name] for name in (base_name, *arguments.only)}
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    print_ratios(time_interleaved(sides, arguments.rounds, clock), base, arguments.sequences * arguments.seq_len)
+    print_ratios(
+        time_interleaved(alternatives, arguments.rounds, clock), base_name, arguments.sequences * arguments.seq_len
+    )
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from bench import Step, print_ratios, time_interleaved
-from committed_results import RESULTS
-from loss_results import BASELINE_REPEAT
+from bench import StepFunction, print_ratios, time_interleaved
+from committed_results import RESULTS_FOLDER
+from loss_results import REPEATED_BASELINE_NAME
 from tensor_memory import TensorMemory
 
 from lm.config.tree import Config
@@ -26,7 +26,7 @@ from lm.model.decoder import Decoder
 from lm.training.optimizers import make_optimizer
 
 
-def training_step(config: Config, vocab_size: int) -> Step:
+def training_step(config: Config, vocab_size: int) -> StepFunction:
     """Return a function that makes one training step of a new decoder on random tokens."""
     decoder, length = Decoder(config.model, vocab_size, config.data.seq_len), config.data.seq_len
     sequences = torch.randint(vocab_size, (config.optim.batch_tokens // length, length + 1)).split(config.micro_batch)
@@ -42,7 +42,7 @@ def training_step(config: Config, vocab_size: int) -> Step:
     return step
 
 
-def step_bytes(config: Config, vocab_size: int) -> int:
+def peak_step_bytes(config: Config, vocab_size: int) -> int:
     """Return the bytes of all tensors at the peak of the second of two training steps."""
     with TensorMemory() as memory:
         step = training_step(config, vocab_size)
@@ -66,7 +66,10 @@ def main() -> None:
     baseline, config = next(iter(configs.items()))
     vocab_size = expected_vocab_size(config.data)
     seconds = time_interleaved(
-        {arm: training_step(side, vocab_size) for arm, side in (configs | {BASELINE_REPEAT: config}).items()},
+        {
+            arm: training_step(arm_config, vocab_size)
+            for arm, arm_config in (configs | {REPEATED_BASELINE_NAME: config}).items()
+        },
         arguments.rounds,
     )
     print_ratios(seconds, baseline, config.optim.batch_tokens)
@@ -75,8 +78,8 @@ def main() -> None:
         for arm, values in seconds.items()
         for number, value in enumerate(values)
     ]
-    lines += [(arm, "bytes", 0, step_bytes(config, vocab_size)) for arm, config in configs.items()]
-    path = RESULTS / experiment.name / "costs.csv"
+    lines += [(arm, "bytes", 0, peak_step_bytes(config, vocab_size)) for arm, config in configs.items()]
+    path = RESULTS_FOLDER / experiment.name / "costs.csv"
     path.parent.mkdir(exist_ok=True)
     pd.DataFrame(lines, columns=["arm", "metric", "round", "value"]).to_csv(path, index=False, lineterminator="\n")
     print(path)

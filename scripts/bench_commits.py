@@ -27,9 +27,9 @@ SEQ_LEN = 256
 WORKER_SCRIPT = """
 import importlib.util, json, sys, time
 import torch
-side = json.loads(sys.argv[1])
-layers, heads, width, sequences, vocabulary = side["shape"]
-torch.set_num_threads(side["threads"])
+timed_model = json.loads(sys.argv[1])
+layers, heads, width, sequences, vocabulary = timed_model["shape"]
+torch.set_num_threads(timed_model["threads"])
 torch.manual_seed(0)
 given = torch.randint(vocabulary, (sequences, 257))
 try:
@@ -37,7 +37,7 @@ try:
     keep_freed_memory()  # as `lm train` does, from 0.11.0 on
 except ImportError:
     pass
-if side.get("llama"):
+if timed_model.get("llama"):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
     sizes = dict(num_hidden_layers=layers, num_attention_heads=heads, hidden_size=width,
             intermediate_size=-(-8 * width // 192) * 64)
@@ -61,13 +61,13 @@ if side.get("llama"):
         learning_rate=1e-4, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )
     Trainer(model, arguments, train_dataset=rows, callbacks=[Timed()]).train()
-if side.get("nanogpt"):
-    found = importlib.util.spec_from_file_location("nanogpt_model", side["nanogpt"])
+if timed_model.get("nanogpt"):
+    found = importlib.util.spec_from_file_location("nanogpt_model", timed_model["nanogpt"])
     sys.modules["nanogpt_model"] = module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     sizes = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=256, vocab_size=vocabulary)
     model = module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=True))
-    forward = torch.compile(model) if side["compile"] else model
+    forward = torch.compile(model) if timed_model["compile"] else model
     inputs, targets = given[:, :-1].contiguous(), given[:, 1:].contiguous()
     loss, optimizer = lambda: forward(inputs, targets)[1], torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 else:
@@ -89,11 +89,12 @@ else:
         logit_softcap=15),
     }
     options = getattr(kinds, "LAYER_OPTIONS", None) or kinds.SINGLE  # of earlier commits
-    normalizer = options[side["normalizer"]]()
-    config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, normalizer=normalizer, **recipes[side["recipe"]])
+    normalizer = options[timed_model["normalizer"]]()
+    config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, normalizer=normalizer,
+        **recipes[timed_model["recipe"]])
     model = Decoder(config, vocabulary, 256)
     optimizer = make_optimizer(model,
-        OptimConfig(optimizer=OPTIMIZERS["muon" if side["recipe"] == "modern" else "adamw"]()))
+        OptimConfig(optimizer=OPTIMIZERS["muon" if timed_model["recipe"] == "modern" else "adamw"]()))
     make_batch = getattr(Batch, "from_sequences", None) or Batch.of  # of earlier commits
     loss = lambda: model.loss(make_batch(given)) / given[:, 1:].numel()
 
@@ -124,24 +125,24 @@ def extract_commit(commit: str, folder: Path) -> Path:
     return place
 
 
-def start_worker(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
+def start_worker(timed_model: dict[str, object], package_folder: Path) -> subprocess.Popen[str]:
     """Start a process that makes one training step for each line of its input, and prints the step's seconds.
 
     Args:
-        side: what the process times, as `WORKER_SCRIPT` reads it: shape, threads, recipe and normalizer.
+        timed_model: what the process times, as `WORKER_SCRIPT` reads it: shape, threads, recipe and normalizer.
         tree: folder with the commit's package.
     """
     command, environment = (
-        [sys.executable, "-c", WORKER_SCRIPT, json.dumps(side)],
-        {**os.environ, "PYTHONPATH": str(tree)},
+        [sys.executable, "-c", WORKER_SCRIPT, json.dumps(timed_model)],
+        {**os.environ, "PYTHONPATH": str(package_folder)},
     )
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=package_folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     for line in process.stdout:
         if line == "ready\n":
             return process
-    raise SystemExit("a side could not be started: its message is above")
+    raise SystemExit("a process could not be started: its message is above")
 
 
 def main() -> None:
@@ -167,18 +168,18 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as temporary:
         old, new = (extract_commit(commit, Path(temporary)) for commit in (options.old, options.new))
-        sides = {options.old: (common, old), options.new: (common, new), f"{options.new} again": (common, new)}
+        alternatives = {options.old: (common, old), options.new: (common, new), f"{options.new} again": (common, new)}
         if options.normalizer != "softmax":
-            sides[f"{options.new}, {options.normalizer}"] = {**common, "normalizer": options.normalizer}, new
+            alternatives[f"{options.new}, {options.normalizer}"] = {**common, "normalizer": options.normalizer}, new
         if options.nanogpt:
             nanogpt = {**common, "nanogpt": str(options.nanogpt.resolve())}
-            sides |= {
+            alternatives |= {
                 "nanoGPT": ({**nanogpt, "compile": False}, new),
                 "nanoGPT compiled": ({**nanogpt, "compile": True}, new),
             }
         if options.llama:
-            sides["transformers' Llama"] = {**common, "llama": True}, new
-        processes = {name: start_worker(*side) for name, side in sides.items()}
+            alternatives["transformers' Llama"] = {**common, "llama": True}, new
+        processes = {name: start_worker(*timed_model) for name, timed_model in alternatives.items()}
         times: dict[str, list[float]] = {name: [] for name in processes}
         for _ in range(options.rounds):
             for name in random.sample(list(processes), len(processes)):
@@ -188,12 +189,12 @@ def main() -> None:
         for process in processes.values():
             process.stdin.close()
     tokens = MODEL_SHAPES[options.shape][3] * SEQ_LEN
-    for base in [
+    for base_name in [
         options.old,
         f"{options.new} again",
-        *(name for name in ("nanoGPT compiled", "transformers' Llama") if name in sides),
+        *(name for name in ("nanoGPT compiled", "transformers' Llama") if name in alternatives),
     ]:
-        print_ratios(times, base, tokens)
+        print_ratios(times, base_name, tokens)
 
 
 if __name__ == "__main__":

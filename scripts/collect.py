@@ -12,17 +12,17 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from committed_results import KEPT_DIAGNOSTICS, RESULTS
+from committed_results import KEPT_DIAGNOSTICS, RESULTS_FOLDER
 
 import lm
 
 KEY_COLUMNS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 
-def collect(folder: Path, name: str, add: bool = False) -> Path:
+def collect(folder: Path, name: str, keep_other_runs: bool = False) -> Path:
     """Write results/NAME/seeds.csv from the runs below `folder`, and return its path.
 
-    add: whether lines of other runs in the file are kept. Raises LMError: there are no runs.
+    keep_other_runs: whether lines of other runs in the file are kept. Raises LMError: there are no runs.
     """
     lines = lm.results(folder, history=True)
     for run_folder, state in lines[lines.state != "finished"].groupby("folder").state.first().items():
@@ -52,9 +52,9 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     )
     sums["value"] = sums.weighted / sums.weight
     sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)
-    path = RESULTS / name / "seeds.csv"
+    path = RESULTS_FOLDER / name / "seeds.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if add and path.exists():
+    if keep_other_runs and path.exists():
         run, lines = keys[: keys.index("metric")], pd.read_csv(path, dtype={"value": str})
         if ("size" in keys) != ("size" in lines):
             raise SystemExit(

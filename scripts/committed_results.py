@@ -12,7 +12,7 @@ import pandas as pd
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results"
+RESULTS_FOLDER = ROOT / "results"
 # what is kept of diagnostics: a number a document, no curves
 KEPT_DIAGNOSTICS = ("entropy / ln n", "weight on the first token")
 # an arm's colour in the reports' palette
@@ -22,7 +22,7 @@ ARM_COLOUR_NUMBERS |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048
 
 def final_run_lines(name: str) -> pd.DataFrame:
     """Return the lines of seeds.csv, as scripts/collect.py writes them, that belong to an experiment's final runs."""
-    data = pd.read_csv(RESULTS / name / "seeds.csv", dtype={"setting": str})
+    data = pd.read_csv(RESULTS_FOLDER / name / "seeds.csv", dtype={"setting": str})
     data, keys = data[data.stage == "final"], [key for key in ("size", "arm", "rate") if key in data]
     seeds = data.groupby(keys)["seed"].unique().map(sorted).map(tuple)
     if len(set(seeds)) > 1:  # values are paired in the order of seeds
@@ -31,13 +31,13 @@ def final_run_lines(name: str) -> pd.DataFrame:
 
 
 @dataclass(frozen=True)
-class Results:
+class ExperimentResults:
     """This base class makes the tables and the picture of an experiment's results for a page of docs/.
 
     Attributes:
         name: folder of results/.
         page: page of docs/ that holds the tables.
-        labels: words for the arms, by name, in the order of the table.
+        labels: words for the arms, by the arms' names, in the order of the table.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Results:
         return 100, 1
 
     @cached_property
-    def data(self) -> pd.DataFrame:
+    def final_runs(self) -> pd.DataFrame:
         """Return the lines of seeds.csv that belong to the final runs."""
         return final_run_lines(self.name)
 
@@ -73,7 +73,7 @@ def compare_at_best_rates(
     arm_values: Mapping[float, np.ndarray],
     baseline_values: Mapping[float, np.ndarray],
     higher: bool,
-    chosen_elsewhere: bool = False,
+    other_values_chose_rates: bool = False,
 ) -> Comparison:
     """Return the comparison of an arm with its baseline, each at its best learning rate.
 
@@ -83,7 +83,7 @@ def compare_at_best_rates(
         arm_values: the arm's values (seeds,) by learning rate, the best rate first.
         baseline_values: the baseline's values, in the same way.
         higher: whether values are accuracies, of which higher ones are better.
-        chosen_elsewhere: whether other values chose the rates, so that a verdict must hold at every pair of rates.
+        other_values_chose_rates: whether other values chose the rates. A verdict must then hold at every pair of rates.
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
@@ -91,7 +91,12 @@ def compare_at_best_rates(
     shared = sum(rate in arm_values for rate in baseline_values) or None
     bounds = ACCURACY_BOUNDS if higher else None
     return Comparison(
-        by_rates, place, n_shared_rates=shared, all_pairs=chosen_elsewhere, higher_is_better=higher, bounds=bounds
+        by_rates,
+        place,
+        n_shared_rates=shared,
+        all_pairs=other_values_chose_rates,
+        higher_is_better=higher,
+        bounds=bounds,
     )
 
 
@@ -104,11 +109,11 @@ def rate_text(rate: float) -> str:
 
 
 def trend_table(
-    by_part: Mapping[str, Mapping[float, np.ndarray]],
+    values_by_part: Mapping[str, Mapping[float, np.ndarray]],
     matters: float,
     higher: bool,
-    cell: Callable[[np.ndarray], str],
-    *scale: float,
+    format_values: Callable[[np.ndarray], str],
+    *display_scale: float,
 ) -> str:
     """Return a Markdown table of values by part of training, and of their change from the start to the end of training.
 
@@ -116,22 +121,22 @@ def trend_table(
     together.
 
     Args:
-        by_part: values (seeds,) by part of training (0 to 1), by the name of the trend.
+        values_by_part: values (seeds,) by part of training (0 to 1), by the name of the trend.
         matters: smallest change of interest.
         higher: whether values are accuracies.
-        cell: function from the values of a part's runs to their words.
-        scale: factor and decimal places of `verdict_text`.
+        format_values: function from the values of a part's runs to their words.
+        display_scale: factor and decimal places of `verdict_text`.
     """
-    parts = sorted({part for values in by_part.values() for part in values})
+    parts = sorted({part for values in values_by_part.values() for part in values})
     lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
     changes = {}
-    for name, values in by_part.items():
+    for name, values in values_by_part.items():
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
         bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher else None
         changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher, bounds=bounds)
     for name, verdict in verdicts(changes, matters).items():
-        cells = [cell(by_part[name][part]) if part in by_part[name] else "" for part in parts]
-        lines.append([name, *cells, verdict_text(verdict, *scale)])
+        cells = [format_values(values_by_part[name][part]) if part in values_by_part[name] else "" for part in parts]
+        lines.append([name, *cells, verdict_text(verdict, *display_scale)])
     return markdown_table(lines)
 
 

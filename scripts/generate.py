@@ -34,16 +34,18 @@ from house_size import LIMITS_FILE, TOTALS, house_sizes
 
 def inventory() -> dict[str, list[str]]:
     """Return the arguments and options of each command with their defaults, and all configuration keys under `keys`."""
-    return dict(_commands(typer.main.get_command(app), "lm")) | {"keys": [path for path, *_ in reference_rows(Config)]}
+    return dict(_command_parameters(typer.main.get_command(app), "lm")) | {
+        "keys": [path for path, *_ in reference_rows(Config)]
+    }
 
 
-def _commands(command: object, path: str) -> Iterator[tuple[str, list[str]]]:
+def _command_parameters(command: object, path: str) -> Iterator[tuple[str, list[str]]]:
     """Yield (path, parameters) of a command and of all commands within it."""
     # parameters that end so are typer's own
     parameters = [parameter for parameter in command.params if not parameter.name.endswith("_completion")]
     yield path, [_parameter_text(parameter) for parameter in parameters]
     for name, inner in getattr(command, "commands", {}).items():
-        yield from _commands(inner, f"{path} {name}")
+        yield from _command_parameters(inner, f"{path} {name}")
 
 
 def _parameter_text(parameter: object) -> str:
@@ -53,7 +55,7 @@ def _parameter_text(parameter: object) -> str:
     return ", ".join((*names, *parameter.secondary_opts)) + default
 
 
-def code_texts() -> dict[Path, bytes]:
+def texts_from_code() -> dict[Path, bytes]:
     """Return the texts that are made from the code alone, by path. This takes seconds."""
     contents = {
         ROOT / "docs" / "config.md": reference_markdown(),
@@ -106,17 +108,17 @@ def normalizers_page() -> str:
         sums = "with `n: sum`" if entry.accepts_sum else "yes" if entry().rows_sum_to_one else "no"
         kernel = normalizer_class(name).kernel
         facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.findings
-        lines.append(_table_row(f"`{name}`", *facts))
+        lines.append(_markdown_row(f"`{name}`", *facts))
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in NORMALIZER_OPTIONS.items():
         lines += [
-            _table_row(f"`{path}`", kind, f"`{default}`", text)
+            _markdown_row(f"`{path}`", kind, f"`{default}`", text)
             for path, kind, default, text in reference_rows(option, name)
         ]
     return "\n".join(lines) + "\n"
 
 
-def _table_row(*cells: str) -> str:
+def _markdown_row(*cells: str) -> str:
     """Return a row of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |"
 
@@ -127,7 +129,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--no-results", action="store_true")
     options = parser.parse_args()
-    contents = code_texts() | ({} if options.no_results else recompute.generated_files())
+    contents = texts_from_code() | ({} if options.no_results else recompute.generated_files())
     sizes, limits = house_sizes(), json.loads(LIMITS_FILE.read_text())
     risen = [total for total in TOTALS if sizes[total] > limits[total]]
     if not options.check and not risen:

@@ -62,16 +62,16 @@ KERNEL_KINDS = {
 BF16_PEAKS = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12}
 STEP_TOKENS, VOCAB_SIZE = (65536, 50304) if ON_GPU else (64, 100)
 
-Line = tuple[str, str, str]  # what, the figure, ok | failed | a note
+ReportLine = tuple[str, str, str]  # what, the figure, ok | failed | a note
 
 
 def main() -> int:
-    """Run the parts of the check, print their lines and write them to gpu_check.json; return 1 if anything failed, else
+    """Run the `CHECKS`, print their lines and write them to gpu_check.json; return 1 if anything failed, else
     0.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = (
@@ -90,7 +90,7 @@ def main() -> int:
     for part in arguments.only:
         start = time.perf_counter()
         try:
-            lines = PARTS[part](arguments.out)
+            lines = CHECKS[part](arguments.out)
         except Exception as error:  # a part that fails must not hide what the others show
             traceback.print_exc()
             lines = [(part, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", "failed")]
@@ -105,9 +105,9 @@ def main() -> int:
     return bool(failed)
 
 
-def run_gpu_tests(out: Path) -> list[Line]:
+def run_gpu_tests(output_folder: Path) -> list[ReportLine]:
     """Run `pytest -m gpu`, and return a line for each test."""
-    file, processes = out / "tests.xml", min(16, os.cpu_count() or 1)
+    file, processes = output_folder / "tests.xml", min(16, os.cpu_count() or 1)
     command = [
         sys.executable,
         "-m",
@@ -126,7 +126,7 @@ def run_gpu_tests(out: Path) -> list[Line]:
     result = subprocess.run(
         [*command, "tests/attention/test_gpu.py"], capture_output=True, text=True, check=False, env=environment
     )
-    (out / "tests.txt").write_text(result.stdout + result.stderr)
+    (output_folder / "tests.txt").write_text(result.stdout + result.stderr)
     if not file.exists():
         last_line = ["no output", *(result.stdout + result.stderr).strip().splitlines()][-1]
         return [("pytest -m gpu", last_line, "failed")]
@@ -149,7 +149,7 @@ def run_gpu_tests(out: Path) -> list[Line]:
     ]
 
 
-def sdpa_kernels(out: Path) -> list[Line]:
+def sdpa_kernels(output_folder: Path) -> list[ReportLine]:
     """Return which SDPA kernel each query-scaling normalizer runs on, by the kernel names in a profile."""
     lines = []
     heads, length = (12, 1024) if ON_GPU else (2, 64)
@@ -179,7 +179,7 @@ def sdpa_kernels(out: Path) -> list[Line]:
     return lines
 
 
-def time_kernels(out: Path) -> list[Line]:
+def time_kernels(output_folder: Path) -> list[ReportLine]:
     """Time attention alone, forward and backward, of every normalizer over softmax, and check the kernels of
     elementwise ones.
     """
@@ -210,7 +210,7 @@ def time_kernels(out: Path) -> list[Line]:
     ]
 
 
-def measure_speed(out: Path) -> list[Line]:
+def measure_speed(output_folder: Path) -> list[ReportLine]:
     """Return tokens/s and model FLOP utilisation of training steps at GPT-2's shape with RoPE, 65,536 tokens a step."""
     lines = []
     peak = BF16_PEAKS.get(torch.cuda.get_device_name()) if ON_GPU else None
@@ -275,7 +275,7 @@ def training_step(
     return step
 
 
-def profile_step(out: Path) -> list[Line]:
+def profile_step(output_folder: Path) -> list[ReportLine]:
     """Return where a compiled step of GPT-2's shape at 1,024 tokens spends its time, by kind of kernel.
 
     If NANOGPT names a model.py, nanoGPT's own model is profiled, too.
@@ -285,16 +285,16 @@ def profile_step(out: Path) -> list[Line]:
     if ON_GPU:
         decoder.compile_blocks(n_lengths=1)
     step = training_step(decoder, lambda sequences: decoder.loss(Batch.from_sequences(sequences)), length)
-    lines, sides = [], {"lm": step}
+    lines, steps = [], {"lm": step}
     if path := os.environ.get("NANOGPT"):
-        sides["nanoGPT"] = nanogpt_step(path, length)
-    for name, seconds in time_interleaved(sides, 10 if ON_GPU else 1).items():
+        steps["nanoGPT"] = nanogpt_step(path, length)
+    for name, seconds in time_interleaved(steps, 10 if ON_GPU else 1).items():
         lines.append((f"{name}, {length:,} tokens", f"{STEP_TOKENS / np.median(seconds):,.0f} tokens/s", "ok"))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-    for name, side in sides.items():
+    for name, model_step in steps.items():
         with profile(activities=activities) as profiled:
             start = time.perf_counter()
-            side()
+            model_step()
             wall_ms = 1e3 * (time.perf_counter() - start)
         milliseconds: Counter[str] = Counter()
         for event in profiled.key_averages():
@@ -308,7 +308,7 @@ def profile_step(out: Path) -> list[Line]:
             for kind, spent in milliseconds.most_common()
         ]
         lines.append((f"{name}: no kernel runs", f"{wall_ms - milliseconds.total():.1f} ms", "ok"))
-        profiled.export_chrome_trace(str(out / f"{name}.json"))
+        profiled.export_chrome_trace(str(output_folder / f"{name}.json"))
     return lines
 
 
@@ -341,7 +341,7 @@ def import_from_path(path: str) -> types.ModuleType:
     return module
 
 
-def measure_long_sequence(out: Path) -> list[Line]:
+def measure_long_sequence(output_folder: Path) -> list[ReportLine]:
     """Measure the loss by position of one sequence of 131,072 tokens, at GPT-2's shape with RoPE: seconds and peak
     memory.
     """
@@ -367,7 +367,7 @@ def measure_long_sequence(out: Path) -> list[Line]:
     return lines
 
 
-PARTS: dict[str, Callable[[Path], list[Line]]] = {
+CHECKS: dict[str, Callable[[Path], list[ReportLine]]] = {
     "tests": run_gpu_tests,
     "backends": sdpa_kernels,
     "kernels": time_kernels,

@@ -10,37 +10,37 @@ import numpy as np
 import pandas as pd
 from committed_results import (
     ARM_COLOUR_NUMBERS,
-    RESULTS,
-    Results,
+    RESULTS_FOLDER,
+    ExperimentResults,
     compare_at_best_rates,
     final_run_lines,
     markdown_table,
     rate_text,
     trend_table,
 )
-from pages import styled_figure, svg_bytes
+from page_pictures import styled_figure, svg_bytes
 
 from lm.report.pictures import COLOURS
 from lm.statistics.intervals import estimate_over_seeds
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
-BASELINE_REPEAT = "the baseline again"  # the side of costs that shows their noise
-LONG_SETTINGS = (
+REPEATED_BASELINE_NAME = "the baseline again"  # the second timing of the baseline in costs.csv, which shows the noise
+LONG_CONTEXT_SETTINGS = (
     "as trained",
     "theta x 50",
 )  # inference settings in which sequences beyond the training length are measured
 
 
 @dataclass(frozen=True)
-class Losses(Results):
+class LossResults(ExperimentResults):
     """This class shows results of an experiment on text: each arm's mean loss in nats, or accuracy, by setting.
 
     A setting here is what a column of the table shows: a metric under an inference setting at a length.
 
     Attributes:
-        labels: words for the lines of the table, by the beginning of their arms' names. After a comma stands what an
-            inference setting changes of the normalizer, such as `ssmax, n=fixed:753`.
-        pairs: the lines that are compared, each with its baseline.
+        labels: words for the rows of the table, by their names. A row's name begins with the name of its arm. After a
+            comma stands what an inference setting changes of the normalizer, such as `ssmax, n=fixed:753`.
+        pairs: the rows that are compared, each with its baseline.
         columns: for each setting its words, and (end of the arms' names if there are such arms, metric, inference
             setting, x).
         decisive_settings: the settings that are compared; all verdicts are one family, whose intervals hold together.
@@ -49,15 +49,16 @@ class Losses(Results):
         matters: smallest difference of interest, in nats; a fraction if the metric is an accuracy.
         size: the model size or corpus whose runs are shown; empty if there is only one.
         picture_rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel each setting.
-        length: training length, in tokens.
-        trends: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's runs.
-        counts_tokens: whether a table gives the training tokens that each arm took to the highest final loss of any
-            run.
-        suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
+        train_length: training length, in tokens.
+        trend_arms: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's
+            runs.
+        shows_token_counts: whether a table gives the training tokens that each arm took to the highest final loss of
+            any run.
+        table_suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
         is_accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better.
-        is_ranked: whether lines are sorted by their losses in the setting that rates were tuned on, and drawn in a
+        ranks_arms: whether rows are sorted by their losses in the setting that rates were tuned on, and drawn in a
             picture.
-        extra_columns: columns of another experiment, by heading: a function from a line to its words.
+        extra_columns: columns of another experiment, by heading: a function from a row's name to its words.
         draws_intervals: whether the verdicts' differences and intervals are drawn.
         transfer_settings: settings whose change from `tuning_setting` is compared between pairs, as one family of its
             own.
@@ -65,17 +66,17 @@ class Losses(Results):
 
     pairs: tuple[tuple[str, str], ...]
     columns: Mapping[str, tuple[str, str, str, int]]
-    decisive_settings: tuple[str, ...] = LONG_SETTINGS
+    decisive_settings: tuple[str, ...] = LONG_CONTEXT_SETTINGS
     tuning_setting: str = "theta x 50"
     matters: float = 0.02
     size: str = ""
     picture_rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    length: int = 256
-    trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    counts_tokens: bool = False
+    train_length: int = 256
+    trend_arms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    shows_token_counts: bool = False
     table_suffix: str = ""
     is_accuracy: bool = False
-    is_ranked: bool = False
+    ranks_arms: bool = False
     extra_columns: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
     transfer_settings: tuple[str, ...] = ()
     draws_intervals: bool = False
@@ -91,37 +92,40 @@ class Losses(Results):
         return (100, 1) if self.is_accuracy else (1, 3)
 
     @cached_property
-    def data(self) -> pd.DataFrame:
+    def final_runs(self) -> pd.DataFrame:
         data = final_run_lines(self.name)
         return data[data["size"] == self.size] if self.size else data
 
     @cached_property
-    def lines(self) -> list[str]:
-        """Return the lines of the table, in their order."""
+    def row_names(self) -> list[str]:
+        """Return the names of the table's rows, in their order."""
         best = (
-            {line: next(iter(self.values_by_rate(line, self.tuning_setting).values())).mean() for line in self.labels}
-            if self.is_ranked
+            {
+                row_name: next(iter(self.values_by_rate(row_name, self.tuning_setting).values())).mean()
+                for row_name in self.labels
+            }
+            if self.ranks_arms
             else {}
         )
         return sorted(self.labels, key=best.__getitem__) if best else [*self.labels]
 
-    def values_by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
-        """Return the losses (seeds,) of a line in a setting by learning rate.
+    def values_by_rate(self, row_name: str, column: str) -> dict[float, np.ndarray]:
+        """Return the losses (seeds,) of a row in a setting by learning rate.
 
         The rate that is best in the setting `tuning_setting` comes first.
         """
-        tuned = self._losses_of_line(line, self.tuning_setting)
-        runs = self._losses_of_line(line, column)
+        tuned = self._losses_of_row(row_name, self.tuning_setting)
+        runs = self._losses_of_row(row_name, column)
         return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
 
-    def _losses_of_line(self, line: str, column: str) -> dict[float, np.ndarray]:
-        """Return the losses (seeds,) of a line in a setting by learning rate; {} if the metric is optional and was not
+    def _losses_of_row(self, row_name: str, column: str) -> dict[float, np.ndarray]:
+        """Return the losses (seeds,) of a row in a setting by learning rate; {} if the metric is optional and was not
         measured.
 
         Raises LookupError: a loss or an accuracy was not measured.
         """
         end, metric, setting, x = self.columns[column]
-        arm, setting = _arm_and_setting(line, setting)
+        arm, setting = _arm_and_setting(row_name, setting)
         is_arm = any(name == arm + end for name, *_ in self._losses)
         place = arm + end if is_arm else arm, metric, setting, x
         if place not in self._losses and metric.endswith(("loss", "accuracy")):
@@ -135,7 +139,9 @@ class Losses(Results):
         """Return the losses (seeds,) of the columns' metrics, by (arm, metric, inference setting, x) and by learning
         rate.
         """
-        data = self.data[self.data.metric.isin({metric for _, metric, *_ in self.columns.values()})].sort_values("seed")
+        data = self.final_runs[
+            self.final_runs.metric.isin({metric for _, metric, *_ in self.columns.values()})
+        ].sort_values("seed")
         losses: dict[tuple[str, str, str, int], dict[float, np.ndarray]] = {}
         for (*place, rate), runs in data.groupby(["arm", "metric", "setting", "x", "rate"]):
             losses.setdefault(tuple(place), {})[rate] = runs.value.to_numpy()
@@ -143,19 +149,19 @@ class Losses(Results):
 
     @cached_property
     def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
-        """Return the verdicts by line, baseline and setting. They are one family: their intervals hold together."""
+        """Return the verdicts by row, baseline and setting. They are one family: their intervals hold together."""
         comparisons = {
             (*pair, column): compare_at_best_rates(
-                *(self.values_by_rate(line, column) for line in pair),
+                *(self.values_by_rate(row_name, column) for row_name in pair),
                 higher=self.is_accuracy,
-                chosen_elsewhere=column != self.tuning_setting,
+                other_values_chose_rates=column != self.tuning_setting,
             )
             for pair, column in product(self.pairs, self.decisive_settings)
         }
         return verdicts(comparisons, self.matters)
 
-    def compared_arms(self, key: tuple[str, str, str]) -> tuple[str, str]:
-        """Return the line and the baseline of a verdict's key."""
+    def arm_and_baseline(self, key: tuple[str, str, str]) -> tuple[str, str]:
+        """Return the names of the row and of the baseline that a verdict's key names."""
         return key[:2]
 
     def tables(self) -> dict[str, str]:
@@ -163,72 +169,72 @@ class Losses(Results):
         tables = {self.table_name: self.table()} | (
             {f"{self.table_name} verdicts": self.verdict_table()} if self.decisive_settings else {}
         )
-        tables |= {f"{self.table_name} trends": self.trend_table()} if self.trends else {}
+        tables |= {f"{self.table_name} trends": self.trend_table()} if self.trend_arms else {}
         tables |= {f"{self.table_name} transfers": self.transfer_table()} if self.transfer_settings else {}
-        return tables | ({f"{self.table_name} tokens": self.token_table()} if self.counts_tokens else {})
+        return tables | ({f"{self.table_name} tokens": self.token_table()} if self.shows_token_counts else {})
 
     def table(self) -> str:
-        """Return the table of mean losses in Markdown: each line in each setting, at its best rate, with the seeds'
+        """Return the table of mean losses in Markdown: each row in each setting, at its best rate, with the seeds'
         standard deviation.
         """
         lines = [["", "learning rate", *self.columns, *self.extra_columns, *self.costs]]
-        for line in self.lines:
-            cells = [next(iter(self.values_by_rate(line, column).values()), None) for column in self.columns]
-            rate = rate_text(next(iter(self.values_by_rate(line, self.tuning_setting))))
+        for row_name in self.row_names:
+            cells = [next(iter(self.values_by_rate(row_name, column).values()), None) for column in self.columns]
+            rate = rate_text(next(iter(self.values_by_rate(row_name, self.tuning_setting))))
             factor, digits = self.display_scale
             words = [
                 "" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})"
                 for x in cells
             ]
             words += [
-                *(cell(line) for cell in self.extra_columns.values()),
-                *(cells[line] for cells in self.costs.values()),
+                *(cell(row_name) for cell in self.extra_columns.values()),
+                *(cells[row_name] for cells in self.costs.values()),
             ]
-            lines.append([self.labels[line], rate, *words])
+            lines.append([self.labels[row_name], rate, *words])
         return markdown_table(lines)
 
     @cached_property
     def costs(self) -> dict[str, dict[str, str]]:
-        """Return words for the costs of a training step, by heading and line; {} if results/NAME/costs.csv is missing.
+        """Return words for the costs of a training step, by heading and row; {} if results/NAME/costs.csv is missing.
 
         Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds. The baseline's ratio
         compares its two timings.
         """
-        path, (baseline, *_) = RESULTS / self.name / "costs.csv", self.labels
+        path, (baseline, *_) = RESULTS_FOLDER / self.name / "costs.csv", self.labels
         if not path.exists():
             return {}
         values = pd.read_csv(path).pivot(index="round", columns=["metric", "arm"], values="value")
         logs, memory = np.log(values["seconds"]), values["bytes"].loc[0] / 2**20
-        arms = {line: line.partition(", ")[0] for line in self.labels}
-        sides = {line: BASELINE_REPEAT if line == baseline else arm for line, arm in arms.items()}
+        arms = {row_name: row_name.partition(", ")[0] for row_name in self.labels}
+        sides = {row_name: REPEATED_BASELINE_NAME if row_name == baseline else arm for row_name, arm in arms.items()}
         ratios = {
-            line: np.exp(estimate_over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list())
-            for line, side in sides.items()
+            row_name: np.exp(estimate_over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list())
+            for row_name, side in sides.items()
         }
         return {
             f"step time / {self.labels[baseline]}'s": {
-                line: "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for line, ratio in ratios.items()
+                row_name: "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for row_name, ratio in ratios.items()
             },
-            "tensors, MiB": {line: f"{memory[arm]:.0f}" for line, arm in arms.items()},
+            "tensors, MiB": {row_name: f"{memory[arm]:.0f}" for row_name, arm in arms.items()},
         }
 
     def verdict_table(self) -> str:
         """Return a Markdown table of the differences in the decisive settings, with their verdicts."""
         lines = [["", "minus", *self.decisive_settings]]
-        for line, baseline in (
-            sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.is_ranked else self.pairs
+        for row_name, baseline in (
+            sorted(self.pairs, key=lambda pair: self.row_names.index(pair[0])) if self.ranks_arms else self.pairs
         ):
-            cells = [self.verdict_text(self.verdicts[line, baseline, column]) for column in self.decisive_settings]
-            lines.append([self.labels[line], self.labels[baseline], *cells])
+            cells = [self.verdict_text(self.verdicts[row_name, baseline, column]) for column in self.decisive_settings]
+            lines.append([self.labels[row_name], self.labels[baseline], *cells])
         return markdown_table(lines)
 
     def transfer_table(self) -> str:
-        """Return a Markdown table of how the loss changes from the setting `tuning_setting`, a line's change minus its
+        """Return a Markdown table of how the loss changes from the setting `tuning_setting`, a row's change minus its
         baseline's.
         """
 
-        def change(line: str, column: str) -> np.ndarray:
-            before, after = (self.values_by_rate(line, place) for place in (self.tuning_setting, column))
+        def change(row_name: str, column: str) -> np.ndarray:
+            before, after = (self.values_by_rate(row_name, place) for place in (self.tuning_setting, column))
             return after[next(iter(after))] - before[next(iter(before))]
 
         comparisons = {
@@ -238,31 +244,31 @@ class Losses(Results):
         judged = verdicts(comparisons, self.matters)
         rows = [
             [
-                self.labels[line],
+                self.labels[row_name],
                 self.labels[baseline],
-                *(self.verdict_text(judged[line, baseline, x]) for x in self.transfer_settings),
+                *(self.verdict_text(judged[row_name, baseline, x]) for x in self.transfer_settings),
             ]
-            for line, baseline in self.pairs
+            for row_name, baseline in self.pairs
         ]
         return markdown_table([["", "minus", *self.transfer_settings], *rows])
 
     def trend_table(self) -> str:
         """Return a Markdown table of the losses in the decisive settings by part of training, and of their change."""
-        by_part = {
+        values_by_part = {
             f"{name}, {column}": {
                 part: next(iter(self.values_by_rate(arm, column).values())) for arm, part in arms.items()
             }
-            for name, arms in self.trends.items()
+            for name, arms in self.trend_arms.items()
             for column in self.decisive_settings
         }
-        return trend_table(by_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
+        return trend_table(values_by_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
     def token_table(self) -> str:
-        """Return a Markdown table of the training tokens that each line took to the highest final loss of any run.
+        """Return a Markdown table of the training tokens that each row's arm took to the highest final loss of any run.
 
         Beside them are their factors to the baseline's, with 95 % intervals over seeds. Means are geometric.
         """
-        curves = self.data[self.data.metric == "val loss by tokens"].pivot(
+        curves = self.final_runs[self.final_runs.metric == "val loss by tokens"].pivot(
             index=["arm", "seed"], columns="x", values="value"
         )
         level = math.ceil(curves.iloc[:, -1].max() * 100) / 100
@@ -273,21 +279,21 @@ class Losses(Results):
         logs = np.log(pd.Series(tokens)).unstack(0)
         lines = [["", f"tokens to a loss of {level:.2f}", "factor"]]
         factors = {
-            line: np.exp(estimate_over_seeds((logs[line] - logs[baseline]).to_numpy()).interval().as_list())
-            for line, baseline in self.pairs
+            row_name: np.exp(estimate_over_seeds((logs[row_name] - logs[baseline]).to_numpy()).interval().as_list())
+            for row_name, baseline in self.pairs
         }
-        for line, label in self.labels.items():
-            factor = "{:.3f} [{:.3f}, {:.3f}]".format(*factors[line]) if line in factors else "1"
-            lines.append([label, f"{np.exp(logs[line].mean()):,.0f}", factor])
+        for row_name, label in self.labels.items():
+            factor = "{:.3f} [{:.3f}, {:.3f}]".format(*factors[row_name]) if row_name in factors else "1"
+            lines.append([label, f"{np.exp(logs[row_name].mean()):,.0f}", factor])
         return markdown_table(lines)
 
     def draw_picture(self) -> bytes | None:
         """Return the picture docs/TABLE_NAME.svg, or None if there is none.
 
-        It shows the losses of ranked lines, the verdicts' intervals, or the differences of pairs by position. By
+        It shows the losses of ranked rows, the verdicts' intervals, or the differences of pairs by position. By
         position, lines are means over seeds, and bands their 95 % intervals at each position alone.
         """
-        if self.is_ranked:
+        if self.ranks_arms:
             return self._draw_losses()
         if self.draws_intervals:
             return self._draw_differences()
@@ -299,17 +305,17 @@ class Losses(Results):
             for row, (title, pairs) in zip(panels, self.picture_rows.items(), strict=True):
                 for axes, column in zip(row, columns, strict=True):
                     axes.axhline(0, color="0.3", linewidth=0.8)
-                    axes.axvline(self.length, color="0.6", linewidth=1, linestyle=":")
-                    for line, baseline in pairs:
-                        curves = self._losses_by_position(line, column) - self._losses_by_position(baseline, column)
+                    axes.axvline(self.train_length, color="0.6", linewidth=1, linestyle=":")
+                    for row_name, baseline in pairs:
+                        curves = self._losses_by_position(row_name, column) - self._losses_by_position(baseline, column)
                         estimate = estimate_over_seeds(curves.to_numpy())
-                        half, colour = estimate.half_width(), COLOURS[ARM_COLOUR_NUMBERS[line.partition("_no")[0]]]
+                        half, colour = estimate.half_width(), COLOURS[ARM_COLOUR_NUMBERS[row_name.partition("_no")[0]]]
                         axes.plot(
                             curves.index,
                             estimate.mean,
                             color=colour,
                             linewidth=2,
-                            label=self.labels[line].partition(", ")[0],
+                            label=self.labels[row_name].partition(", ")[0],
                         )
                         axes.fill_between(
                             curves.index,
@@ -322,7 +328,9 @@ class Losses(Results):
                     axes.set_xscale("log", base=2)
                     axes.set_xlim(left=curves.index[0])
                     ticks = [
-                        self.length * 2**power for power in range(-3, 8) if self.length * 2**power < curves.index[-1]
+                        self.train_length * 2**power
+                        for power in range(-3, 8)
+                        if self.train_length * 2**power < curves.index[-1]
                     ]
                     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
                 row[0].set_ylabel(f"{title}\nloss minus the baseline's, nats")
@@ -337,18 +345,20 @@ class Losses(Results):
             )
             for axes, column in zip(panels[0], columns, strict=True):
                 axes.set_title(f"RoPE: {column}", fontsize=9)
-            figure.supxlabel(f"position (dotted: the training length, {self.length} tokens)", fontsize=9)
+            figure.supxlabel(f"position (dotted: the training length, {self.train_length} tokens)", fontsize=9)
             return svg_bytes(figure)
 
     def _draw_losses(self) -> bytes:
-        """Draw a row for each line, with its loss in each setting: dots are seeds, rings are means.
+        """Draw a line for each row of the table, with its loss in each setting: dots are seeds, rings are means.
 
         Broken lines are the first label's means. A ring is filled if a verdict says that the difference is larger than
         `matters`.
         """
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.endswith("loss")]
-        large = {(line, column) for (line, _, column), verdict in self.verdicts.items() if verdict.exceeds_margin}
-        with styled_figure(1, 1, (7.5, 1.1 + 0.21 * len(self.lines))) as (figure, axes):
+        large = {
+            (row_name, column) for (row_name, _, column), verdict in self.verdicts.items() if verdict.exceeds_margin
+        }
+        with styled_figure(1, 1, (7.5, 1.1 + 0.21 * len(self.row_names))) as (figure, axes):
             for number, column in enumerate(columns):
                 colour, length = COLOURS[number], self.columns[column][-1]
                 axes.plot(
@@ -359,15 +369,19 @@ class Losses(Results):
                     fillstyle="none",
                     label=f"{column}, {length:,} tokens" if length else column,
                 )
-                for row, line in enumerate(self.lines):
-                    losses = next(iter(self.values_by_rate(line, column).values()))
+                for row, row_name in enumerate(self.row_names):
+                    losses = next(iter(self.values_by_rate(row_name, column).values()))
                     axes.plot(losses, [row] * len(losses), ".", color=colour, markersize=4, alpha=0.5)
                     axes.plot(
-                        losses.mean(), row, "o", color=colour, fillstyle="full" if (line, column) in large else "none"
+                        losses.mean(),
+                        row,
+                        "o",
+                        color=colour,
+                        fillstyle="full" if (row_name, column) in large else "none",
                     )
-                    if line == next(iter(self.labels)):
+                    if row_name == next(iter(self.labels)):
                         axes.axvline(losses.mean(), color=colour, linewidth=0.8, linestyle="--")
-            axes.set_yticks(range(len(self.lines)), [self.labels[line] for line in self.lines])
+            axes.set_yticks(range(len(self.row_names)), [self.labels[row_name] for row_name in self.row_names])
             axes.invert_yaxis()
             axes.grid(axis="y", color="0.9", linewidth=0.6)
             axes.set_axisbelow(True)
@@ -397,21 +411,24 @@ class Losses(Results):
                     axes.plot([interval.low, interval.high], [row, row], color=COLOURS[0], linewidth=2)
                     axes.plot(interval.mean, row, "o", color=COLOURS[0], markersize=5)
                 axes.set_title(column if " " in column else f"{column} tokens", fontsize=9)
-            panels[0, 0].set_yticks(range(len(self.pairs)), [self.labels[line] for line, _ in self.pairs])
+            panels[0, 0].set_yticks(range(len(self.pairs)), [self.labels[row_name] for row_name, _ in self.pairs])
             panels[0, 0].set_ylim(len(self.pairs) - 0.5, -0.5)
             baseline = self.labels[self.pairs[0][1]]
             figure.supxlabel(f"loss minus that of {baseline}, nats (grey: at most {self.matters:g})", fontsize=9)
             return svg_bytes(figure)
 
-    def _losses_by_position(self, line: str, column: str) -> pd.DataFrame:
-        """Return the losses by position (positions, seeds) of a line in a setting, at its best rate.
+    def _losses_by_position(self, row_name: str, column: str) -> pd.DataFrame:
+        """Return the losses by position (positions, seeds) of a row in a setting, at its best rate.
 
         Positions begin at an eighth of the training length.
         """
         _, metric, setting, _ = self.columns[column]
-        (arm, setting), data = _arm_and_setting(line, setting), self.data[self.data.x >= self.length // 8]
+        (arm, setting), data = (
+            _arm_and_setting(row_name, setting),
+            self.final_runs[self.final_runs.x >= self.train_length // 8],
+        )
         data = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
-        runs = data[(data.arm == arm) & (data.rate == next(iter(self.values_by_rate(line, column))))]
+        runs = data[(data.arm == arm) & (data.rate == next(iter(self.values_by_rate(row_name, column))))]
         return runs.pivot(index="x", columns="seed", values="value")
 
 
@@ -428,7 +445,7 @@ def tokens_to_reach(tokens: Sequence[int], losses: Sequence[float], level: float
     return math.exp(math.log(tokens_before) + fraction * math.log(tokens_after / tokens_before))
 
 
-def _arm_and_setting(line: str, setting: str) -> tuple[str, str]:
-    """Return the arm of a line of the table, and the inference setting with what the line changes of the normalizer."""
-    arm, comma, change = line.partition(", ")
+def _arm_and_setting(row_name: str, setting: str) -> tuple[str, str]:
+    """Return a row's arm, and the inference setting with what the row's name changes of the normalizer."""
+    arm, comma, change = row_name.partition(", ")
     return arm, setting + comma + change

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from committed_results import markdown_table
-from loss_results import Losses
+from loss_results import LossResults
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
-from pages import styled_figure, svg_bytes
-from recall_results import Recall
+from page_pictures import styled_figure, svg_bytes
+from recall_results import RecallResults
 
 from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Verdict
 
-TIERS = (
+TIER_TITLES = (
     "better in a column or more, worse in none",
     "better in one column, worse in another",
     "neither shown to be better nor worse",
@@ -42,9 +42,9 @@ class Overview:
         table_name: name that marks the table in the page, and that the picture's file has in docs/.
     """
 
-    short_losses: Losses
-    long_losses: Losses
-    recall: Recall
+    short_losses: LossResults
+    long_losses: LossResults
+    recall: RecallResults
     long_setting: str
     page: str
     table_name: str = "overview-arms"
@@ -59,7 +59,7 @@ class Overview:
         """Return the headings of the four numbers."""
         length = self.long_losses.columns[self.long_setting][-1]
         return [
-            f"loss at {self.long_losses.length:,} tokens",
+            f"loss at {self.long_losses.train_length:,} tokens",
             f"loss at {length:,} tokens",
             f"recall at {self.recall.decisive_lengths[0]:,}",
             "step time",
@@ -88,14 +88,14 @@ class Overview:
         return [*(f"{loss:.3f}" for loss in losses), f"{100 * recall:.0f} %", f"x {ratio}"]
 
     @cached_property
-    def tiers(self) -> Mapping[str, list[str]]:
+    def arms_by_tier(self) -> Mapping[str, list[str]]:
         """Return the arms of each tier, sorted by their loss beyond the training length."""
-        tiers: dict[str, list[str]] = {title: [] for title in TIERS}
-        for arm in self.long_losses.lines:
+        tiers: dict[str, list[str]] = {title: [] for title in TIER_TITLES}
+        for arm in self.long_losses.row_names:
             if arm != self.baseline:
                 kinds = {verdict.kind for verdict in self.verdicts(arm)}
                 better, worse = "better" in kinds, "worse" in kinds
-                tiers[TIERS[(1 if worse else 0) if better else (3 if worse else 2)]].append(arm)
+                tiers[TIER_TITLES[(1 if worse else 0) if better else (3 if worse else 2)]].append(arm)
         return tiers
 
     def tables(self) -> dict[str, str]:
@@ -106,7 +106,7 @@ class Overview:
             ["", *self.headings, "tier"],
             [self.long_losses.labels[self.baseline], *self.number_cells(self.baseline), "baseline"],
         ]
-        for tier, arms in self.tiers.items():
+        for tier, arms in self.arms_by_tier.items():
             for arm in arms:
                 words = [verdict.kind if verdict.kind in ("better", "worse") else "" for verdict in self.verdicts(arm)]
                 *judged, time = self.number_cells(arm)
@@ -116,7 +116,7 @@ class Overview:
 
     def draw_picture(self) -> bytes:
         """Return the picture: a row for each arm, by tiers. The colour of a number shows its verdict."""
-        n_rows = 3 + len(self.long_losses.lines) + 1.4 * sum(map(bool, self.tiers.values()))
+        n_rows = 3 + len(self.long_losses.row_names) + 1.4 * sum(map(bool, self.arms_by_tier.values()))
         with styled_figure(1, 1, (5.2, 0.215 * n_rows + 0.5)) as (figure, axes):  # legible on a telephone, too
             axes.set_xlim(-2.3, len(self.headings))
             axes.set_ylim(n_rows, 0)
@@ -131,7 +131,7 @@ class Overview:
                 )
             row = 2.2
             row = self._draw_row(axes, row, self.baseline, {})
-            for tier, arms in self.tiers.items():
+            for tier, arms in self.arms_by_tier.items():
                 if arms:
                     axes.text(-2.3, row + 0.85, tier, va="center", color="0.35", style="normal")
                     axes.axhline(row + 0.15, color="0.7", linewidth=0.6)

@@ -11,14 +11,14 @@ import pandas as pd
 from committed_results import (
     ACCURACY_BOUNDS,
     ARM_COLOUR_NUMBERS,
-    Results,
+    ExperimentResults,
     compare_at_best_rates,
     final_run_lines,
     markdown_table,
     rate_text,
     trend_table,
 )
-from pages import draw_percentages, styled_figure, svg_bytes
+from page_pictures import draw_percentages, styled_figure, svg_bytes
 
 from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
@@ -29,7 +29,7 @@ COLUMN_HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning
 
 
 @dataclass(frozen=True)
-class Recall(Results):
+class RecallResults(ExperimentResults):
     """This class shows results of an experiment on recall: the accuracy of each arm by sequence length.
 
     Attributes:
@@ -37,11 +37,12 @@ class Recall(Results):
         decisive_lengths: sequence lengths at which arms are compared.
         matters: smallest difference of interest, as a fraction.
         is_tuned: whether each arm is shown at its best learning rate; else arms are compared at each rate.
-        picture_kind: how docs/NAME.svg draws accuracy by length: `draw_curves`, `rows`, or empty for no picture.
+        picture_kind: how docs/NAME.svg draws accuracy by length: `curves`, `rows`, or empty for no picture.
         task: the task whose accuracy is shown.
         compared_column: if arms are not tuned, the column (rate or size) by whose values they are compared.
-        is_ranked: whether arms are sorted by their accuracy at their best rates.
-        trends: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's runs.
+        ranks_arms: whether arms are sorted by their accuracy at their best rates.
+        trend_arms: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's
+            runs.
     """
 
     baseline: str
@@ -51,8 +52,8 @@ class Recall(Results):
     picture_kind: str = ""
     task: str = "mqar"
     compared_column: str = "rate"
-    is_ranked: bool = False
-    trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    ranks_arms: bool = False
+    trend_arms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def token_word(self) -> str:
@@ -66,15 +67,15 @@ class Recall(Results):
         return 100 * sum(1 / rank for rank in range(1, count + 1)) / count
 
     @cached_property
-    def data(self) -> pd.DataFrame:
-        """Return the lines of the final runs; a size is the number at the end of its name."""
+    def final_runs(self) -> pd.DataFrame:
+        """Return the lines of seeds.csv that belong to the final runs; a size is the number at the end of its name."""
         data = final_run_lines(self.name)
         return data.assign(size=data["size"].str.rpartition("-")[2].astype(int)) if "size" in data else data
 
     @cached_property
     def accuracies(self) -> dict[tuple[str, float, int], np.ndarray]:
         """Return the accuracy (seeds,) of the final runs by arm, learning rate (or size) and length."""
-        lines = self.data.query(f"metric == '{self.task} accuracy' and setting == 'as trained'")
+        lines = self.final_runs.query(f"metric == '{self.task} accuracy' and setting == 'as trained'")
         return {
             key: run.sort_values("seed").value.to_numpy()
             for key, run in lines.groupby(["arm", self.compared_column, "x"])
@@ -110,7 +111,7 @@ class Recall(Results):
                     )
         return verdicts(comparisons, self.matters)
 
-    def compared_arms(self, key: tuple[str, float, int]) -> tuple[str, str]:
+    def arm_and_baseline(self, key: tuple[str, float, int]) -> tuple[str, str]:
         """Return the arm and the baseline of a verdict's key."""
         return key[0], self.baseline
 
@@ -121,7 +122,7 @@ class Recall(Results):
         """
         return (
             sorted(self.labels, key=lambda arm: tuple(-self._accuracy_at_best_rate(arm).mean(0)[::-1]))
-            if self.is_ranked
+            if self.ranks_arms
             else list(self.labels)
         )
 
@@ -131,7 +132,7 @@ class Recall(Results):
 
     def tables(self) -> dict[str, str]:
         tables = {self.table_name: self.table()}
-        if self.trends:
+        if self.trend_arms:
             tables[f"{self.table_name} trends"] = self.trend_table()
         return tables
 
@@ -151,7 +152,7 @@ class Recall(Results):
         ]
         heads += [f"{title}, at {length:,}" for length in self.decisive_lengths]
         places = [
-            (arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.is_ranked else self.rates(arm))
+            (arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranks_arms else self.rates(arm))
         ]
         lines = [
             [self._row_label(rate), self.labels[arm], *self._row_cells(arm, rate)]
@@ -159,17 +160,17 @@ class Recall(Results):
         ]
         return markdown_table([heads, *lines])
 
-    def _row_label(self, row: float) -> str:
+    def _row_label(self, rate_or_size: float) -> str:
         """Return a learning rate or a size as text."""
-        return f"{row:,}" if self.compared_column == "size" else rate_text(row)
+        return f"{rate_or_size:,}" if self.compared_column == "size" else rate_text(rate_or_size)
 
-    def half_accuracy_length(self, arm: str, row: float | None = None) -> str:
+    def half_accuracy_length(self, arm: str, rate_or_size: float | None = None) -> str:
         """Return words for the median length at which an arm's accuracy falls below 1/2.
 
-        row: rate or size; None: a tuned arm's best rate.
+        rate_or_size: the arm's runs; None: those of its best rate.
         """
-        row = self.rates(arm)[0] if row is None else row
-        by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
+        rate_or_size = self.rates(arm)[0] if rate_or_size is None else rate_or_size
+        by_length = np.array([self.accuracies[arm, rate_or_size, length] for length in self.lengths])
         observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
         n_fallen, median = int(np.isfinite(observed).sum()), float(np.median(observed))
         if median <= self.lengths[0]:
@@ -181,13 +182,13 @@ class Recall(Results):
         """Return a Markdown table of the accuracy at the first decisive length by part of training, and of
         its change.
         """
-        by_part = {
+        values_by_part = {
             name: {
                 part: self.accuracies[arm, self.rates(arm)[0], self.decisive_lengths[0]] for arm, part in arms.items()
             }
-            for name, arms in self.trends.items()
+            for name, arms in self.trend_arms.items()
         }
-        return trend_table(by_part, self.matters, True, _mean_and_range)
+        return trend_table(values_by_part, self.matters, True, _mean_and_range)
 
     def _row_cells(self, arm: str, rate: float) -> list[str]:
         """Return the accuracies and the verdicts of an arm at a rate, as text."""
@@ -224,7 +225,7 @@ class Recall(Results):
 
     def draw_curves(self) -> bytes:
         """Draw accuracy by length, with a row for each rate and a panel for each arm."""
-        rates = sorted({row for _, row, _ in self.accuracies})
+        rates = sorted({rate for _, rate, _ in self.accuracies})
         size = max(6.5, 1.6 * len(self.labels)), 1.4 + 1.7 * len(rates)  # inches; shown about 700 pixels wide
         # with room for words
         factors = {length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])}

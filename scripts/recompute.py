@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from committed_results import KEPT_DIAGNOSTICS, ROOT, markdown_table
-from loss_results import LONG_SETTINGS, Losses
+from loss_results import LONG_CONTEXT_SETTINGS, LossResults
 from overview import Overview
-from recall_results import Recall
+from recall_results import RecallResults
 
-LABELS = {
+ARM_LABELS = {
     "softmax": "softmax",
     "tau_half": "softmax, temperature 1/2",
     "tau_quarter": "softmax, temperature 1/4",
@@ -27,7 +27,7 @@ LABELS = {
     "ssmax": "SSMax",
     "log_n": "log n",
 }
-ALL_NORMALIZERS = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
+NORMALIZER_LABELS = {arm: ARM_LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
     "ssmax_without_s": "SSMax without s",
     "ssmax_bias": "SSMax with b",
     "sqrt_log_n": "sqrt log n",
@@ -54,41 +54,41 @@ ALL_NORMALIZERS = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax
     "softmax_gate": "softmax, output gate",
     "linear": "linear",
 }
-ALL_AT_256 = ALL_NORMALIZERS | {"ssmax_fixed": "SSMax, n fixed at 256", "llama4": "Llama 4, f = 256"}
-RECALL_AFTER = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
+LABELS_AT_256 = NORMALIZER_LABELS | {"ssmax_fixed": "SSMax, n fixed at 256", "llama4": "Llama 4, f = 256"}
+RECALL_AFTER_LABELS = {arm: ARM_LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
     "after_half": "softmax, temperature 1/2 after training",
     "after_quarter": "softmax, temperature 1/4 after training",
 }
-FIXED_AT_256 = {"ssmax_fixed": "SSMax, n fixed at 256"}
-QK_NORM_LABELS = FIXED_AT_256 | {"softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
-SCORE_SCALES = {
+FIXED_N_256_LABEL = {"ssmax_fixed": "SSMax, n fixed at 256"}
+QK_NORM_LABELS = FIXED_N_256_LABEL | {"softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
+SCORE_SCALE_LABELS = {
     "softmax": "softmax",
     "ssmax": "SSMax",
     "ssmax_b": "SSMax with b",
     "ssmax_without_s": "SSMax without s",
     "log_n": "log n",
 }
-TEXT_SWAPS = {
+TEXT_SWAP_LABELS = {
     "ssmax_fixed, n=fixed:753": "trained at n = 256 and tested at 753",
     "ssmax_fixed, n=fixed:2048": "trained at n = 256 and tested at 2,048",
     "ssmax_fixed, n=visible": "trained at n = 256 and tested with growth",
 }
 
 
-def baseline_pairs(baseline: str, lines: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Return pairs of each other line with the baseline, as in `Losses.pairs`."""
-    return tuple((line, baseline) for line in lines if line != baseline)
+def baseline_pairs(baseline: str, row_names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Return a pair (row, baseline) for each other row, as in `LossResults.pairs`."""
+    return tuple((name, baseline) for name in row_names if name != baseline)
 
 
 GROWTH_PAIRS = baseline_pairs("ssmax_fixed", ("softmax", "ssmax", "log_n"))
 GROWTH_PAIRS_NO_QK_NORM = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH_PAIRS)
-QK_NORM_ON_AND_OFF = QK_NORM_LABELS | {
+QK_NORM_ON_OFF_LABELS = QK_NORM_LABELS | {
     f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM_LABELS.items()
 }
-LOSS_AT_256 = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`Losses.columns`)
-LOSS_AT_2048 = {words: ("", "mean loss", words, 2048) for words in LONG_SETTINGS}
+LOSS_AT_256_COLUMNS = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`LossResults.columns`)
+LOSS_AT_2048_COLUMNS = {words: ("", "mean loss", words, 2048) for words in LONG_CONTEXT_SETTINGS}
 DIAGNOSTIC_COLUMNS = {metric: ("", metric, "as trained", 0) for metric in KEPT_DIAGNOSTICS}
-GAU = {
+GAU_LABELS = {
     "n-256": "relu^2, n = 256",
     "n-sample": "relu^2, n of the sample",
     "n-visible": "relu^2, visible n",
@@ -98,7 +98,7 @@ GAU = {
     "mixed-n-256": "relu^2, n = 256, mixed lengths",
     "mixed-n-sample": "relu^2, n of the sample, mixed lengths",
 }
-CHANGES_OF_2026 = {arm: ALL_NORMALIZERS[arm] for arm in ("softmax", "ssmax", "sink")} | {
+NORMALIZER_2026_LABELS = {arm: NORMALIZER_LABELS[arm] for arm in ("softmax", "ssmax", "sink")} | {
     "log_n_squared": "(ln n)^2",
     "gate": "softmax, output gate",
     "exclusive": "XSA",
@@ -109,18 +109,18 @@ CHANGES_OF_2026 = {arm: ALL_NORMALIZERS[arm] for arm in ("softmax", "ssmax", "si
     "lssa": "LSSA, first stage",
     "threshold": "thresholds, one view",
 }
-LAYER_VARIANTS = {
+LAYER_VARIANT_LABELS = {
     "softmax": "softmax",
     "differential": "differential attention",
     "gate_by_head": "output gate, one factor a head",
     "softcap": "scores capped at 50",
     "last_layer_without_rope": "last layer without RoPE",
 }
-NEEDLE_AND_TEXT = QK_NORM_LABELS | {
+NEEDLE_AND_TEXT_LABELS = QK_NORM_LABELS | {
     "after_half": "softmax, temperature 1/2 after training",
     "after_ssmax": "softmax, SSMax after training",
 }
-ONE_MODEL = {
+ONE_MODEL_LABELS = {
     "softmax": "softmax",
     "after_ssmax": "SSMax",
     "after_log_n": "log n beyond 256",
@@ -128,11 +128,11 @@ ONE_MODEL = {
     "after_three_halves": "scores times 1.5",
     "after_twice": "scores times 2",
 }
-NEEDLE_OTHERS = {arm: ALL_NORMALIZERS[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")} | {
-    "late": "SSMax after 75 %"
-}
-NEEDLE_SWAPS = {
-    **FIXED_AT_256,
+NEEDLE_OTHERS_LABELS = {
+    arm: NORMALIZER_LABELS[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")
+} | {"late": "SSMax after 75 %"}
+NEEDLE_SWAP_LABELS = {
+    **FIXED_N_256_LABEL,
     "ssmax_fixed, n=fixed:1024": "trained at n = 256 and tested at 1,024",
     "ssmax_fixed, n=fixed:4096": "trained at n = 256 and tested at 4,096",
     "ssmax_fixed, n=visible": "trained at n = 256 and tested with growth",
@@ -141,67 +141,67 @@ NEEDLE_SWAPS = {
     "ssmax, n=fixed:1024": "SSMax tested at n = 1,024",
     "ssmax, n=fixed:4096": "SSMax tested at n = 4,096",
 }
-SWAP_TIMES = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
-SWAP_TIMES |= {
+SWAP_TIME_LABELS = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
+SWAP_TIME_LABELS |= {
     f"at_{part}{b}": f"SSMax{words} after {part} %"
     for b, words in (("", ""), ("_b", " with b"))
     for part in (25, 50, 75, 90)
 }
-SWAP_TIMES |= {"after": "SSMax put in after training", "after_more": "the same, a fifth more training"}
-SWAP_TIMES |= {
+SWAP_TIME_LABELS |= {"after": "SSMax put in after training", "after_more": "the same, a fifth more training"}
+SWAP_TIME_LABELS |= {
     "after_more_b": "the same with b, a fifth more training",
     "softmax_more": "softmax, a fifth more training",
 }
-SWAP_TIME_TRENDS = {
+SWAP_TIME_ARMS = {
     "SSMax": {"ssmax": 0, "at_25": 0.25, "at_50": 0.5, "at_75": 0.75, "at_90": 0.9, "after": 1},
     "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
 }
-EXTEND = {
-    (arm + end).removeprefix("softmax_"): LABELS[arm] + words
+EXTENSION_LABELS = {
+    (arm + end).removeprefix("softmax_"): ARM_LABELS[arm] + words
     for end, words in {"": "", "_theta": ", base x 4", "_yarn": ", YaRN", "_nope": ", no positions"}.items()
     for arm in ("softmax", "ssmax", "log_n")
 } | {"not_extended": "softmax, 256 tokens to the end"}
-RECALL_ALL = Recall(
+RECALL_ALL_RESULTS = RecallResults(
     "recall-all",
     "retrieval.md",
-    ALL_NORMALIZERS,
+    NORMALIZER_LABELS,
     "softmax",
     (4096,),
     0.25,
     is_tuned=True,
     picture_kind="rows",
-    is_ranked=True,
+    ranks_arms=True,
 )
-TEXT_ALL = Losses(
+TEXT_ALL_RESULTS = LossResults(
     "text-all",
     "text-normalizers.md",
-    ALL_AT_256,
-    baseline_pairs("softmax", ALL_AT_256),
-    LOSS_AT_256 | LOSS_AT_2048 | DIAGNOSTIC_COLUMNS,
+    LABELS_AT_256,
+    baseline_pairs("softmax", LABELS_AT_256),
+    LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS | DIAGNOSTIC_COLUMNS,
     matters=0.03,
-    is_ranked=True,
-    extra_columns={"recall falls below 1/2 at": RECALL_ALL.half_accuracy_length},
+    ranks_arms=True,
+    extra_columns={"recall falls below 1/2 at": RECALL_ALL_RESULTS.half_accuracy_length},
 )
 ALL_RESULTS = (
     *(
-        Losses(
+        LossResults(
             "eight-times",
             "length.md",
-            QK_NORM_ON_AND_OFF,
+            QK_NORM_ON_OFF_LABELS,
             (*GROWTH_PAIRS, *GROWTH_PAIRS_NO_QK_NORM, ("softmax_no_qk_norm", "softmax")),
-            LOSS_AT_256 | {words: ("", "mean loss", words, 2048) for words in (*LONG_SETTINGS, "yarn")},
+            LOSS_AT_256_COLUMNS | {words: ("", "mean loss", words, 2048) for words in (*LONG_CONTEXT_SETTINGS, "yarn")},
             size=corpus,
             picture_rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM},
         )
         for corpus in ("speeches", "code")
     ),
     *(
-        Losses(
+        LossResults(
             "twenty-times",
             "length.md",
-            QK_NORM_ON_AND_OFF,
+            QK_NORM_ON_OFF_LABELS,
             (),
-            {words: ("", "mean loss", words, 5120) for words in (*LONG_SETTINGS, "yarn")},
+            {words: ("", "mean loss", words, 5120) for words in (*LONG_CONTEXT_SETTINGS, "yarn")},
             (),
             size=corpus,
             picture_rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM}
@@ -210,24 +210,24 @@ ALL_RESULTS = (
         )
         for corpus in ("speeches", "code")
     ),
-    Losses(
+    LossResults(
         "eight-times-after",
         "length.md",
-        {**FIXED_AT_256, **TEXT_SWAPS, "ssmax": "SSMax"}
+        {**FIXED_N_256_LABEL, **TEXT_SWAP_LABELS, "ssmax": "SSMax"}
         | {f"ssmax, n=fixed:{n}": f"SSMax tested at n = {n:,}" for n in (256, 753, 2048)},
         (
             ("ssmax", "ssmax_fixed"),
-            *baseline_pairs("ssmax_fixed", TEXT_SWAPS),
-            *baseline_pairs("ssmax", TEXT_SWAPS),
+            *baseline_pairs("ssmax_fixed", TEXT_SWAP_LABELS),
+            *baseline_pairs("ssmax", TEXT_SWAP_LABELS),
             ("ssmax, n=fixed:256", "ssmax"),
         ),
-        LOSS_AT_2048,
-        picture_rows={"QK-norm": baseline_pairs("ssmax_fixed", ("ssmax", *TEXT_SWAPS))},
+        LOSS_AT_2048_COLUMNS,
+        picture_rows={"QK-norm": baseline_pairs("ssmax_fixed", ("ssmax", *TEXT_SWAP_LABELS))},
     ),
-    Losses(
+    LossResults(
         "gau-lengths",
         "gau.md",
-        GAU,
+        GAU_LABELS,
         baseline_pairs("n-256", ("n-sample", "n-visible", "n-sum", "softmax", "attention")),
         {"256": ("", "loss", "as trained", 256)}
         | {f"{length}": (f"-at-{length}", "loss", "as trained", length) for length in (32, 64, 128, 512)}
@@ -238,174 +238,196 @@ ALL_RESULTS = (
         transfer_settings=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
         draws_intervals=True,
     ),
-    Losses(
+    LossResults(
         "when-to-swap-text",
         "when-to-swap.md",
-        SWAP_TIMES,
-        baseline_pairs("ssmax", SWAP_TIMES),
-        LOSS_AT_256 | LOSS_AT_2048,
-        trends=SWAP_TIME_TRENDS,
+        SWAP_TIME_LABELS,
+        baseline_pairs("ssmax", SWAP_TIME_LABELS),
+        LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
+        trend_arms=SWAP_TIME_ARMS,
     ),
-    Losses(
+    LossResults(
         "extend",
         "swapping.md",
-        EXTEND,
-        baseline_pairs("softmax", EXTEND),
-        LOSS_AT_256
+        EXTENSION_LABELS,
+        baseline_pairs("softmax", EXTENSION_LABELS),
+        LOSS_AT_256_COLUMNS
         | {"861 to 1,023": ("", "loss", "as trained", 861), "mean of 4,096": ("", "mean loss", "as trained", 4096)},
         ("mean of 4,096",),
         "mean of 4,096",
         draws_intervals=True,
     ),
-    TEXT_ALL,
+    TEXT_ALL_RESULTS,
     Overview(
-        replace(TEXT_ALL, decisive_settings=tuple(LOSS_AT_256)), TEXT_ALL, RECALL_ALL, LONG_SETTINGS[1], TEXT_ALL.page
+        replace(TEXT_ALL_RESULTS, decisive_settings=tuple(LOSS_AT_256_COLUMNS)),
+        TEXT_ALL_RESULTS,
+        RECALL_ALL_RESULTS,
+        LONG_CONTEXT_SETTINGS[1],
+        TEXT_ALL_RESULTS.page,
     ),
-    Losses(
+    LossResults(
         "text-2026",
         "text-normalizers.md",
-        CHANGES_OF_2026,
-        baseline_pairs("softmax", CHANGES_OF_2026),
-        LOSS_AT_256 | LOSS_AT_2048,
+        NORMALIZER_2026_LABELS,
+        baseline_pairs("softmax", NORMALIZER_2026_LABELS),
+        LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
         matters=0.03,
-        is_ranked=True,
+        ranks_arms=True,
     ),
-    Losses(
+    LossResults(
         "text-layers",
         "text-normalizers.md",
-        LAYER_VARIANTS,
-        baseline_pairs("softmax", LAYER_VARIANTS),
-        LOSS_AT_256 | LOSS_AT_2048 | DIAGNOSTIC_COLUMNS,
+        LAYER_VARIANT_LABELS,
+        baseline_pairs("softmax", LAYER_VARIANT_LABELS),
+        LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS | DIAGNOSTIC_COLUMNS,
         matters=0.03,
     ),
     *(
-        Losses(
+        LossResults(
             "training-length",
             "length.md",
-            SCORE_SCALES,
-            baseline_pairs("softmax", SCORE_SCALES),
-            LOSS_AT_256,
-            tuple(LOSS_AT_256),
+            SCORE_SCALE_LABELS,
+            baseline_pairs("softmax", SCORE_SCALE_LABELS),
+            LOSS_AT_256_COLUMNS,
+            tuple(LOSS_AT_256_COLUMNS),
             "at 256 tokens",
             0.005,
             corpus,
-            counts_tokens=True,
+            shows_token_counts=True,
             draws_intervals=True,
         )
         for corpus in ("speeches", "code")
     ),
-    Recall(
+    RecallResults(
         "recall",
         "retrieval.md",
-        {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")},
+        {arm: ARM_LABELS[arm] for arm in ("softmax", "ssmax", "log_n")},
         "softmax",
         (2048,),
         0.1,
         picture_kind="curves",
     ),
-    Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture_kind="curves"),
-    Recall(
+    RecallResults(
+        "recall-control", "retrieval.md", ARM_LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture_kind="curves"
+    ),
+    RecallResults(
         "recall-tuned",
         "retrieval.md",
-        LABELS,
+        ARM_LABELS,
         "ssmax_fixed",
         (16384,),
         0.25,
         is_tuned=True,
         picture_kind="rows",
-        is_ranked=True,
+        ranks_arms=True,
     ),
-    RECALL_ALL,
-    Recall("recall-blind", "retrieval.md", {arm: f"arm {arm}" for arm in "abcd"}, "a", (64,), 0.25, is_tuned=True),
-    Recall(
+    RECALL_ALL_RESULTS,
+    RecallResults(
+        "recall-blind", "retrieval.md", {arm: f"arm {arm}" for arm in "abcd"}, "a", (64,), 0.25, is_tuned=True
+    ),
+    RecallResults(
         "recall-after",
         "retrieval.md",
-        RECALL_AFTER,
+        RECALL_AFTER_LABELS,
         "ssmax_fixed",
         (16384,),
         0.25,
         compared_column="size",
         picture_kind="curves",
     ),
-    Recall(
+    RecallResults(
         "when-to-swap",
         "when-to-swap.md",
-        SWAP_TIMES,
+        SWAP_TIME_LABELS,
         "ssmax",
         (16384,),
         0.25,
-        trends=SWAP_TIME_TRENDS,
+        trend_arms=SWAP_TIME_ARMS,
         picture_kind="rows",
     ),
-    Recall(
-        "needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, is_tuned=True, task="needle"
+    RecallResults(
+        "needle",
+        "needle-in-text.md",
+        ARM_LABELS | FIXED_N_256_LABEL,
+        "ssmax_fixed",
+        (4096,),
+        0.25,
+        is_tuned=True,
+        task="needle",
     ),
-    Recall(
+    RecallResults(
         "needle-far",
         "needle-in-text.md",
-        NEEDLE_AND_TEXT,
+        NEEDLE_AND_TEXT_LABELS,
         "ssmax_fixed",
         (65536,),
         0.25,
         is_tuned=True,
         picture_kind="rows",
         task="needle",
-        is_ranked=True,
+        ranks_arms=True,
     ),
-    Recall(
+    RecallResults(
         "needle-others",
         "needle-in-text.md",
-        NEEDLE_OTHERS,
+        NEEDLE_OTHERS_LABELS,
         "ssmax",
         (65536,),
         0.25,
         is_tuned=True,
         task="needle",
-        is_ranked=True,
+        ranks_arms=True,
     ),
-    Recall(
+    RecallResults(
         "needle-and-text",
         "needle-in-text.md",
-        NEEDLE_AND_TEXT,
+        NEEDLE_AND_TEXT_LABELS,
         "ssmax_fixed",
         (4096,),
         0.25,
         picture_kind="curves",
         task="needle",
     ),
-    Losses(
+    LossResults(
         "needle-and-text",
         "needle-in-text.md",
-        NEEDLE_AND_TEXT,
-        baseline_pairs("ssmax_fixed", NEEDLE_AND_TEXT),
-        LOSS_AT_256 | LOSS_AT_2048,
-        (*LOSS_AT_256, *LOSS_AT_2048),
+        NEEDLE_AND_TEXT_LABELS,
+        baseline_pairs("ssmax_fixed", NEEDLE_AND_TEXT_LABELS),
+        LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
+        (*LOSS_AT_256_COLUMNS, *LOSS_AT_2048_COLUMNS),
         "at 256 tokens",
         table_suffix="losses",
     ),
-    Recall(
-        "one-model", "needle-in-text.md", ONE_MODEL, "after_ssmax", (4096,), 0.25, task="needle", picture_kind="rows"
-    ),
-    Losses(
+    RecallResults(
         "one-model",
         "needle-in-text.md",
-        ONE_MODEL,
-        baseline_pairs("softmax", ONE_MODEL),
-        LOSS_AT_256 | LOSS_AT_2048,
-        tuple(LOSS_AT_256),
+        ONE_MODEL_LABELS,
+        "after_ssmax",
+        (4096,),
+        0.25,
+        task="needle",
+        picture_kind="rows",
+    ),
+    LossResults(
+        "one-model",
+        "needle-in-text.md",
+        ONE_MODEL_LABELS,
+        baseline_pairs("softmax", ONE_MODEL_LABELS),
+        LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
+        tuple(LOSS_AT_256_COLUMNS),
         "at 256 tokens",
         table_suffix="losses",
     ),
-    Losses(
+    LossResults(
         "needle-and-text-after",
         "needle-in-text.md",
-        NEEDLE_SWAPS,
+        NEEDLE_SWAP_LABELS,
         (
             *(
-                (line, baseline)
+                (name, baseline)
                 for baseline in ("ssmax_fixed", "ssmax")
-                for line in NEEDLE_SWAPS
-                if line.startswith(f"{baseline}, ")
+                for name in NEEDLE_SWAP_LABELS
+                if name.startswith(f"{baseline}, ")
             ),
             *baseline_pairs("ssmax", ("ssmax_fixed, n=fixed:4096", "ssmax_fixed, n=visible")),
         ),
@@ -417,9 +439,9 @@ ALL_RESULTS = (
     ),
 )
 
-FIXED_N_ARM, (_, THETA_SETTING) = "ssmax_fixed", LONG_SETTINGS
+FIXED_N_ARM, (_, THETA_SETTING) = "ssmax_fixed", LONG_CONTEXT_SETTINGS
 # rows of the table at the top of docs/results.md: what was measured, its page, the result's place, the verdict's key
-HEADLINES = (
+HEADLINE_VERDICTS = (
     (
         "recall at 256 times, exploratory",
         "retrieval.md#the-control-at-tuned-rates",
@@ -499,14 +521,14 @@ HEADLINES = (
 
 
 def headline_table() -> str:
-    """Return a Markdown table of the verdicts in `HEADLINES`: accuracies in points, losses in nats."""
+    """Return a Markdown table of the verdicts in `HEADLINE_VERDICTS`: accuracies in points, losses in nats."""
     results, lines = (
         {result.table_name: result for result in ALL_RESULTS},
         [["measured", "arm", "minus", "difference", "over"]],
     )
-    for measured, page, place, key in HEADLINES:
+    for measured, page, place, key in HEADLINE_VERDICTS:
         result, verdict = results[place], results[place].verdicts[key]
-        pair = [result.labels[line] for line in result.compared_arms(key)]
+        pair = [result.labels[name] for name in result.arm_and_baseline(key)]
         lines.append(
             [
                 f"[{measured}]({page})" if page else "",

@@ -35,14 +35,14 @@ from lm.statistics.verdicts import VerdictKind
 DrawFunction = Callable[..., np.ndarray]  # function from a random generator and a shape to values
 RATE_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
-UNLUCKY_RATE, UNLUCKY_LOSS = (
+BAD_RUN_MIN_RATE, BAD_RUN_MEAN_LOSS = (
     4e-3,
     0.1,
-)  # learning rate from which runs may be unlucky, and the mean loss that they add then
+)  # learning rate from which runs may go badly, and the mean of the loss that is then added
 N_QUESTIONS = 128  # number of questions that an accuracy is measured on
-RUN_COLUMNS = {"state": FINISHED, "note": "", "unlearned": "", "weight": 1.0}  # columns that all runs share
+SHARED_RUN_COLUMNS = {"state": FINISHED, "note": "", "unlearned": "", "weight": 1.0}  # columns that all runs share
 # by size and arm: the difference to the baseline on this text and over texts, and whether tuning chose other rates
-Truths = dict[tuple[str, str], tuple[float, float, bool]]
+TrueDifferences = dict[tuple[str, str], tuple[float, float, bool]]
 # standard deviations of the effects of seeds, documents and their combinations with arms
 SEED_STD, DOCUMENT_STD, ARM_DOCUMENT_STD, ARM_SEED_DOCUMENT_STD = 0.01, 0.3, 0.02, 0.02
 N_DOCUMENTS = 24
@@ -52,7 +52,7 @@ N_DOCUMENTS = 24
 class World:
     """A world holds the true effects and the noise of simulated experiments, in nats per token.
 
-    All numbers are standard deviations, except `effects`, `log2_best_rates`, `curvature`, `unlucky_chance` and counts.
+    All numbers are standard deviations, except `effects`, `log2_best_rates`, `curvature`, `bad_run_chance` and counts.
     """
 
     name: str
@@ -63,11 +63,11 @@ class World:
     curvature: float = 0.02  # increase of the loss one octave (of learning rate) from the best rate
     arm_seed_std: float = 0.008  # of the effects of arm x rate x seed
     # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
-    equal_on_text: bool = False
-    heavy_tails: bool = False  # noise is Student's t with 4 degrees of freedom
-    unlucky_chance: float = 0.0  # the chance that an exponential amount is added to the loss of a run at 4e-3 or more
+    equal_arms_tie_on_text: bool = False
+    has_heavy_tails: bool = False  # noise is Student's t with 4 degrees of freedom
+    bad_run_chance: float = 0.0  # the chance that an exponential amount is added to the loss of a run at 4e-3 or more
     is_tuned: bool = True  # False: all arms at 4e-3
-    n_sizes: int = 1  # each with a baseline of its own; `effects` are those of every size
+    n_model_sizes: int = 1  # each with a baseline of its own; `effects` are those of every size
 
     @property
     def seed_prefix(self) -> tuple[int, ...]:
@@ -79,36 +79,36 @@ class World:
         """Return the names of the arms, the baseline first."""
         return ["base", *(f"arm {number}" for number in range(len(self.effects)))]
 
-    def draw(self, random: np.random.Generator, scale: float, *shape: int) -> np.ndarray:
+    def draw_noise(self, random: np.random.Generator, scale: float, *shape: int) -> np.ndarray:
         """Return noise of the given shape with the standard deviation `scale`."""
         return scale * (
-            random.standard_t(4, shape) / math.sqrt(2) if self.heavy_tails else random.standard_normal(shape)
+            random.standard_t(4, shape) / math.sqrt(2) if self.has_heavy_tails else random.standard_normal(shape)
         )
 
     def expected_loss(self, arm: int, rate: float) -> float:
         """Return the mean loss of an arm at a learning rate."""
-        unlucky = self.unlucky_chance * UNLUCKY_LOSS if rate >= UNLUCKY_RATE else 0.0
+        added = self.bad_run_chance * BAD_RUN_MEAN_LOSS if rate >= BAD_RUN_MIN_RATE else 0.0
         distance = math.log2(rate / 3e-3) - (self.log2_best_rates or (0.0,) * len(self.arms))[arm]
-        return 4 + (0.0, *self.effects)[arm] + self.curvature * distance**2 + unlucky
+        return 4 + (0.0, *self.effects)[arm] + self.curvature * distance**2 + added
 
     def run_noise(self, random: np.random.Generator, rate: float, seeds: int) -> np.ndarray:
         """Return the noise (seeds,) of mean 0 of an arm's runs at a learning rate."""
-        noise = self.draw(random, self.arm_seed_std, seeds)
-        if self.unlucky_chance and rate >= UNLUCKY_RATE:
-            is_unlucky = random.random(seeds) < self.unlucky_chance
-            noise += is_unlucky * random.exponential(UNLUCKY_LOSS, seeds) - self.unlucky_chance * UNLUCKY_LOSS
+        noise = self.draw_noise(random, self.arm_seed_std, seeds)
+        if self.bad_run_chance and rate >= BAD_RUN_MIN_RATE:
+            is_unlucky = random.random(seeds) < self.bad_run_chance
+            noise += is_unlucky * random.exponential(BAD_RUN_MEAN_LOSS, seeds) - self.bad_run_chance * BAD_RUN_MEAN_LOSS
         return noise
 
-    def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
+    def draw_experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, TrueDifferences]:
         """Return a random experiment: its final runs, the question asked of them, and the arms' true differences to the
         baseline.
         """
-        sizes = {str(size): _simulate_size(self, random) for size in range(self.n_sizes)}
-        frames = {size: pd.concat(blocks) for size, (blocks, *_) in sizes.items()}
+        runs_by_size = {str(size): _simulate_size(self, random) for size in range(self.n_model_sizes)}
+        frames = {size: pd.concat(blocks) for size, (blocks, *_) in runs_by_size.items()}
         frame = pd.concat(frames, names=["size"]).reset_index("size")
-        rates = {size: rates for size, (_, rates, _) in sizes.items()}
+        rates = {size: rates for size, (_, rates, _) in runs_by_size.items()}
         primary = PrimaryMetric("loss", "lower", MATTERS)
-        truths = {(size, arm): truth for size, (*_, by_arm) in sizes.items() for arm, truth in by_arm.items()}
+        truths = {(size, arm): truth for size, (*_, by_arm) in runs_by_size.items() for arm, truth in by_arm.items()}
         return frame, Question(primary, tuple(self.arms), tuple(range(self.n_seeds)), rates), truths
 
 
@@ -117,9 +117,9 @@ def _simulate_size(
 ) -> tuple[list[pd.DataFrame], dict[str, Rate], dict[str, tuple]]:
     """Return the final runs of one model size, the rate at which each arm is judged, and the arms' true differences.
 
-    The true differences have the form of `Truths`, by arm.
+    The true differences have the form of `TrueDifferences`, by arm.
     """
-    seeds, draw = world.n_seeds, partial(world.draw, random)
+    seeds, draw = world.n_seeds, partial(world.draw_noise, random)
     # tuning, by the mean over the selection text, whose documents are the same at every rate and seed
     shared, half = draw(SEED_STD, 2), math.sqrt(N_DOCUMENTS / 2)
     shifts = draw(ARM_DOCUMENT_STD / half, len(world.arms))
@@ -138,7 +138,7 @@ def _simulate_size(
         if arm not in crossed:  # tuning found no rate for it
             continue
         on_text = draw(ARM_DOCUMENT_STD, N_DOCUMENTS)
-        if world.equal_on_text:
+        if world.equal_arms_tie_on_text:
             on_text -= on_text.mean()
         values, selected = {}, {}
         for rate in crossed[arm]:
@@ -154,7 +154,7 @@ def _simulate_size(
         random.random(seeds)  # so that draws are those of the committed tables, in which runs could also be lost
         units = dict(zip(("seed", "group"), map(np.ravel, np.indices((seeds, N_DOCUMENTS))), strict=True))
         blocks += [
-            pd.DataFrame({"arm": arm, "rate": rate, "value": values[rate].ravel(), **units, **RUN_COLUMNS})
+            pd.DataFrame({"arm": arm, "rate": rate, "value": values[rate].ravel(), **units, **SHARED_RUN_COLUMNS})
             for rate in values
         ]
     compared = [arm for arm in true if "base" in true and arm != "base"]
@@ -184,7 +184,7 @@ def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Count
     """
     counts, coverage = Counter(), []
     for trial in trials:
-        frame, question, truths = world.experiment(np.random.default_rng((*world.seed_prefix, trial)))
+        frame, question, truths = world.draw_experiment(np.random.default_rng((*world.seed_prefix, trial)))
         judgement, hold, has_false_verdict = judge(frame, question), True, False
         for name, (text, population, differ) in truths.items():
             verdict, comparison = judgement.verdicts[name], judgement.comparisons[name]
@@ -221,31 +221,31 @@ def all_worlds() -> list[World]:
     noisy = untuned | {"arm_seed_std": 0.02}
     changes = {
         "4 equal arms": {},
-        "4 equal arms, heavy tails": {"heavy_tails": True},
+        "4 equal arms, heavy tails": {"has_heavy_tails": True},
         "4 equal arms, nearly flat over rates": {"curvature": 0.002},
         "4 equal arms of different best rates": {"log2_best_rates": (0.0, 0.5, -0.5, 0.3, 1.0)},
-        "4 equal arms that differ by text, heavy tails": {"equal_on_text": False, "heavy_tails": True},
+        "4 equal arms that differ by text, heavy tails": {"equal_arms_tie_on_text": False, "has_heavy_tails": True},
         "4 equal arms, a fifth of runs unlucky by 0.1": {
-            "unlucky_chance": 0.2,
+            "bad_run_chance": 0.2,
             "curvature": 0.05,
             "log2_best_rates": (0.4,) * 5,
         },
         "4 equal arms, noise as under AdamW": {"arm_seed_std": 0.03},
-        "4 equal arms, not tuned, heavy tails": untuned | {"heavy_tails": True},
-        "2 equal arms in 3 sizes, not tuned": untuned | {"n_sizes": 3, "effects": (0.0,) * 2},
+        "4 equal arms, not tuned, heavy tails": untuned | {"has_heavy_tails": True},
+        "2 equal arms in 3 sizes, not tuned": untuned | {"n_model_sizes": 3, "effects": (0.0,) * 2},
         f"4 arms worse by exactly {MATTERS:g}, not tuned": untuned | {"effects": (MATTERS,) * 4},
         f"1 arm better by {MATTERS:g}": {"effects": (-MATTERS,)},
         "1 arm equal, not tuned, noise as under AdamW": noisy | {"effects": (0.0,)},
         f"1 arm better by {MATTERS:g}, not tuned, noise as under AdamW": noisy | {"effects": (-MATTERS,)},
     }
-    plain = World("", 0, (0.0,) * 4, equal_on_text=True)
+    plain = World("", 0, (0.0,) * 4, equal_arms_tie_on_text=True)
     return [replace(plain, name=name, n_seeds=seeds, **some) for seeds in (3, 5, 10) for name, some in changes.items()]
 
 
 # ---------------------------------------------------------------- awkward distributions
 
 
-def _failing_runs(chance: float) -> DrawFunction:
+def _accuracies_with_failures(chance: float) -> DrawFunction:
     """Return a distribution of accuracies near 1 in steps of 1/128, which are 0 with the given chance."""
 
     def draw(random: np.random.Generator, *shape: int) -> np.ndarray:
@@ -255,46 +255,56 @@ def _failing_runs(chance: float) -> DrawFunction:
     return draw
 
 
-def _normal(mean: float, deviation: float) -> DrawFunction:
+def _normal_noise(mean: float, deviation: float) -> DrawFunction:
     """Return a normal distribution."""
     return lambda random, *shape: mean + random.normal(0, deviation, shape)
 
 
-def _lognormal(sigma: float, mean: float, shift: float = 0.0) -> DrawFunction:
+def _lognormal_noise(sigma: float, mean: float, shift: float = 0.0) -> DrawFunction:
     """Return one-sided noise: most values are near `shift`, and a few are far above."""
     return lambda random, *shape: mean * random.lognormal(-(sigma**2) / 2, sigma, shape) + shift
 
 
-def _eight_questions(random: np.random.Generator, *shape: int) -> np.ndarray:
+def _accuracies_of_8_questions(random: np.random.Generator, *shape: int) -> np.ndarray:
     """Draw accuracies of 8 questions, on which seeds often agree."""
     return random.binomial(8, 0.97, shape) / 8
 
 
 _LOGNORMAL_SCALE = 0.01 / math.sqrt(math.expm1(1))
-_ONE_SIDED_NOISE = _lognormal(1, _LOGNORMAL_SCALE, -_LOGNORMAL_SCALE)  # of mean 0 and standard deviation 0.01
-_STABLE_MEAN = 1 - 0.01 * math.sqrt(2 / math.pi)  # the mean of an accuracy that does not fail, about
+_ONE_SIDED_NOISE = _lognormal_noise(1, _LOGNORMAL_SCALE, -_LOGNORMAL_SCALE)  # of mean 0 and standard deviation 0.01
+_MEAN_WITHOUT_FAILURE = 1 - 0.01 * math.sqrt(2 / math.pi)  # the mean of an accuracy that does not fail, about
 # by name: distributions of the baseline's and of the arms' runs, the mean difference, and whether they are accuracies
 AWKWARD_DISTRIBUTIONS: dict[str, tuple[DrawFunction, DrawFunction, float, bool]] = {
-    "equal accuracies, all arms fail in 29 % of seeds": (_failing_runs(0.29), _failing_runs(0.29), 0.0, True),
-    "arms fail in 29 % of seeds, the baseline never": (
-        _failing_runs(0.0),
-        _failing_runs(0.29),
-        -0.29 * _STABLE_MEAN,
+    "equal accuracies, all arms fail in 29 % of seeds": (
+        _accuracies_with_failures(0.29),
+        _accuracies_with_failures(0.29),
+        0.0,
         True,
     ),
-    "arms fail in 25.2 % of seeds, the baseline never": (_failing_runs(0.0), _failing_runs(0.252), -0.25, True),
-    "equal accuracies near 1": (_failing_runs(0.0), _failing_runs(0.0), 0.0, True),
-    "equal accuracies of 8 questions, ties": (_eight_questions, _eight_questions, 0.0, True),
+    "arms fail in 29 % of seeds, the baseline never": (
+        _accuracies_with_failures(0.0),
+        _accuracies_with_failures(0.29),
+        -0.29 * _MEAN_WITHOUT_FAILURE,
+        True,
+    ),
+    "arms fail in 25.2 % of seeds, the baseline never": (
+        _accuracies_with_failures(0.0),
+        _accuracies_with_failures(0.252),
+        -0.25,
+        True,
+    ),
+    "equal accuracies near 1": (_accuracies_with_failures(0.0), _accuracies_with_failures(0.0), 0.0, True),
+    "equal accuracies of 8 questions, ties": (_accuracies_of_8_questions, _accuracies_of_8_questions, 0.0, True),
     "equal losses, one-sided noise (lognormal, sigma 1)": (_ONE_SIDED_NOISE, _ONE_SIDED_NOISE, 0.0, False),
-    "equal losses, the arms' noise one-sided (sigma 1)": (_normal(0.0, 0.01), _ONE_SIDED_NOISE, 0.0, False),
+    "equal losses, the arms' noise one-sided (sigma 1)": (_normal_noise(0.0, 0.01), _ONE_SIDED_NOISE, 0.0, False),
     "arms worse by 0.02 through rare high losses (sigma 2)": (
-        _normal(0.0, 0.001),
-        _lognormal(2, MATTERS),
+        _normal_noise(0.0, 0.001),
+        _lognormal_noise(2, MATTERS),
         MATTERS,
         False,
     ),
-    "equal losses": (_normal(0.0, 0.01), _normal(0.0, 0.01), 0.0, False),
-    f"arms better by {MATTERS:g}": (_normal(0.0, 0.01), _normal(-MATTERS, 0.01), -MATTERS, False),
+    "equal losses": (_normal_noise(0.0, 0.01), _normal_noise(0.0, 0.01), 0.0, False),
+    f"arms better by {MATTERS:g}": (_normal_noise(0.0, 0.01), _normal_noise(-MATTERS, 0.01), -MATTERS, False),
 }
 
 
@@ -305,19 +315,19 @@ class AwkwardWorld:
     distribution: str  # key of `AWKWARD_DISTRIBUTIONS`
     arms: int
     n_seeds: int
-    unpaired: bool
+    is_unpaired: bool
 
     @property
     def name(self) -> str:
         """Return the name that the printed table shows."""
-        return f"{self.distribution}, {'unpaired' if self.unpaired else 'paired'}, {self.arms} arms"
+        return f"{self.distribution}, {'unpaired' if self.is_unpaired else 'paired'}, {self.arms} arms"
 
     @property
     def seed_prefix(self) -> tuple[int, ...]:
         """Return the first numbers of the random seeds of its trials; each trial appends its index."""
-        return *self.distribution.encode(), self.arms, self.n_seeds, self.unpaired
+        return *self.distribution.encode(), self.arms, self.n_seeds, self.is_unpaired
 
-    def experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, Truths]:
+    def draw_experiment(self, random: np.random.Generator) -> tuple[pd.DataFrame, Question, TrueDifferences]:
         """Return a random experiment: its final runs, the question asked of them, and the arms' true differences to the
         baseline.
         """
@@ -328,11 +338,11 @@ class AwkwardWorld:
             "arm": np.repeat(["base", *arms], self.n_seeds),
             "seed": np.tile(np.arange(self.n_seeds), len(values)),
         }
-        constants = {"size": "", "rate": None, "group": None, **RUN_COLUMNS}
+        constants = {"size": "", "rate": None, "group": None, **SHARED_RUN_COLUMNS}
         frame = pd.DataFrame({**columns, "value": values.ravel(), **constants})
         primary = PrimaryMetric("value", *(("higher", 0.25) if is_accuracy else ("lower", MATTERS)))
         rates = {"": dict.fromkeys(["base", *arms])}
-        question = Question(primary, ("base", *arms), tuple(range(self.n_seeds)), rates, unpaired=self.unpaired)
+        question = Question(primary, ("base", *arms), tuple(range(self.n_seeds)), rates, unpaired=self.is_unpaired)
         return frame, question, {("", arm): (truth, truth, False) for arm in arms}
 
 

@@ -12,15 +12,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-# of the clone's top folder, by their names in the site
-PAGES = {
+# names in the site of the pages in the clone's top folder
+TOP_FOLDER_PAGES = {
     "README.md": "about.md",
     "CHANGELOG.md": "changes.md",
     "AGENTS.md": "agents.md",
     "CONTRIBUTING.md": "contributing.md",
 }
 PAGE_LINK = re.compile(r"\[([^\]]+)\]\(([\w./-]+\.md)\)")  # a page in a table of docs/README.md
-STYLE = """
+PAGE_CSS = """
 .md-grid { max-width: 80rem; }
 .md-typeset table:not([class]) { font-size: .66rem; }
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: .5em .9em; }
@@ -50,20 +50,22 @@ def on_config(config: MkDocsConfig) -> None:
     """Group the navigation as docs/README.md does, so that its tables are the only list of pages."""
     config.nav = [{"all pages": "README.md"}, {"about lm": "about.md"}]
     for table in (ROOT / "docs" / "README.md").read_text(encoding="utf-8").split("\n\n")[1:]:
-        pages = [{title: PAGES.get(path.removeprefix("../"), path)} for title, path in PAGE_LINK.findall(table)]
+        pages = [
+            {title: TOP_FOLDER_PAGES.get(path.removeprefix("../"), path)} for title, path in PAGE_LINK.findall(table)
+        ]
         config.nav.append({table.split("|")[1].strip(): pages})
     config.extra_css.append("site.css")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside docs/ that pages link to."""
-    for source, name in PAGES.items():
+    for source, name in TOP_FOLDER_PAGES.items():
         files.append(File.generated(config, name, content=_as_docs_page((ROOT / source).read_text(encoding="utf-8"))))
     links = {match[1] for page in files.documentation_pages() for match in OUTSIDE_LINK.finditer(page.content_string)}
-    for path in sorted(links - PAGES.keys()):
+    for path in sorted(links - TOP_FOLDER_PAGES.keys()):
         if (ROOT / path).is_file():
             files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
-    files.append(File.generated(config, "site.css", content=STYLE))
+    files.append(File.generated(config, "site.css", content=PAGE_CSS))
     return files
 
 
@@ -80,8 +82,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(match: re.Match[str]) -> str:
         path, anchor = match[1], match[2] or ""
-        if path in PAGES:
-            return f"]({PAGES[path]}{anchor})"
+        if path in TOP_FOLDER_PAGES:
+            return f"]({TOP_FOLDER_PAGES[path]}{anchor})"
         return f"](files/{path})" if (ROOT / path).is_file() else "](README.md)"
 
     return OUTSIDE_LINK.sub(link, markdown)

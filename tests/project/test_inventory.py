@@ -14,6 +14,6 @@ def generate(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_generated_texts_are_current(generate):
-    texts = generate.code_texts()
+    texts = generate.texts_from_code()
     differing = [str(path.relative_to(ROOT)) for path, text in texts.items() if path.read_bytes() != text]
     assert differing == [], "run: python scripts/generate.py"

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import collect
 import committed_results
 import recompute
-from loss_results import Losses
+from loss_results import LossResults
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def commit(monkeypatch, tmp_path) -> Callable[[list[dict[str, object]]], None]:
     def write(lines: list[dict[str, object]]) -> None:
         (tmp_path / "made").mkdir()
         pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
-        monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
+        monkeypatch.setattr(committed_results, "RESULTS_FOLDER", tmp_path)
 
     return write
 
@@ -36,7 +36,7 @@ def test_pages_are_what_their_results_say(monkeypatch, tmp_path):
     assert len(pages) > 5
     assert [path.name for path, content in pages.items() if not recompute.is_current(path.read_bytes(), content)] == []
 
-    data = (committed_results.RESULTS / "recall-tuned" / "seeds.csv").read_text().splitlines()
+    data = (committed_results.RESULTS_FOLDER / "recall-tuned" / "seeds.csv").read_text().splitlines()
     place = next(
         i for i, line in enumerate(data) if line.startswith("tau_half,0.003,final,21,mqar accuracy,as trained,16384,")
     )
@@ -45,7 +45,7 @@ def test_pages_are_what_their_results_say(monkeypatch, tmp_path):
     new_lines = [*data[:place], ",".join(line), *data[place + 1 :]]
     (tmp_path / "recall-tuned").mkdir()
     (tmp_path / "recall-tuned" / "seeds.csv").write_text("\n".join(new_lines))
-    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
+    monkeypatch.setattr(committed_results, "RESULTS_FOLDER", tmp_path)
     (tuned,) = (
         replace(result) for result in recompute.ALL_RESULTS if result.table_name == "recall-tuned"
     )  # nothing read yet
@@ -106,7 +106,7 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     commit(lines)
     columns = {setting: ("", "mean loss", setting, 512) for setting in ("tuned", "other")}
     labels = {"base": "a baseline", "arm": "an arm"}
-    result = Losses("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
+    result = LossResults("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
     assert result.table().splitlines()[2:] == [
         "| a baseline | 1e-1 | 4.000 (0.000) | 5.000 (0.000) |",
         "| an arm | 2e-1 | 3.902 (0.002) | 4.802 (0.002) |",
@@ -132,14 +132,14 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
     lines += [run | validation | {"step": step, "tokens": 10 * step, "value": 8.0 / step} for step in (4, 8)]
     lines.append(lines[0] | {"arm": "b", "folder": "stopped", "state": "unfinished"})
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(lines))
-    monkeypatch.setattr(collect, "RESULTS", tmp_path)
+    monkeypatch.setattr(collect, "RESULTS_FOLDER", tmp_path)
     frame = pd.read_csv(collect.collect(tmp_path, "made"))
     numbers = {(line.metric, line.x): (line.value, line.sequences) for line in frame.itertuples()}
     losses = {("val loss", 0): (1, 1), ("val loss by tokens", 40): (2, 1), ("val loss by tokens", 80): (1, 1)}
     assert numbers == {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2)} | losses
     lines = [line | {"seed": 2, "folder": "other"} for line in lines]
     for _ in range(2):  # a run that is added again replaces its lines
-        both = pd.read_csv(collect.collect(tmp_path, "made", add=True))
+        both = pd.read_csv(collect.collect(tmp_path, "made", keep_other_runs=True))
         assert both.equals(pd.concat([frame, frame.assign(seed=2)]).sort_values(collect.KEY_COLUMNS, ignore_index=True))
     lines += [line | {"folder": "third"} for line in lines]
     with pytest.raises(SystemExit, match="other and third differ in configuration alone"):
@@ -147,7 +147,7 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
 
 
 def test_the_readme_says_what_its_first_experiment_found():
-    runs = pd.read_csv(committed_results.RESULTS / "first" / "seeds.csv").query(
+    runs = pd.read_csv(committed_results.RESULTS_FOLDER / "first" / "seeds.csv").query(
         "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"
     )
     accuracies = {arm: lines.sort_values("seed")["value"].to_numpy() for arm, lines in runs.groupby("arm")}
@@ -164,6 +164,6 @@ def test_arms_that_share_no_rate_are_compared_at_their_own(every: bool):
     baseline = 4 + 0.001 * np.sin(np.arange(8))
     arm = baseline + 0.1 + 0.001 * np.cos(np.arange(8))
     comparison = committed_results.compare_at_best_rates(
-        {0.1: arm}, {0.2: baseline}, higher=False, chosen_elsewhere=every
+        {0.1: arm}, {0.2: baseline}, higher=False, other_values_chose_rates=every
     )
     assert verdicts({"arm": comparison}, 0.01)["arm"].statement == "worse by more than 0.01"

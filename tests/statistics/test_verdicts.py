@@ -232,7 +232,8 @@ MANY = pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mar
 @MANY
 def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold(count: int):
     counts, coverage = simulate_trials(
-        World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy_tails=True), range(count)
+        World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_arms_tie_on_text=True, has_heavy_tails=True),
+        range(count),
     )
     assert counts["false"] / count <= 0.06
     assert 0.95 <= coverage[:, 0].mean() <= 0.995
@@ -242,14 +243,20 @@ def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_inter
 @MANY
 def test_simulated_accuracies_of_arms_that_fail_have_few_false_verdicts(count: int):
     name = "arms fail in 25.2 % of seeds, the baseline never"
-    counts, _ = simulate_trials(AwkwardWorld(name, arms=4, n_seeds=5, unpaired=False), range(count))
+    counts, _ = simulate_trials(AwkwardWorld(name, arms=4, n_seeds=5, is_unpaired=False), range(count))
     assert counts["false"] / count <= 0.05
 
 
 @MANY
 def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdicts(count: int):
     world = World(
-        "unlucky", 5, (0.0,) * 4, equal_on_text=True, unlucky_chance=0.2, curvature=0.05, log2_best_rates=(0.4,) * 5
+        "unlucky",
+        5,
+        (0.0,) * 4,
+        equal_arms_tie_on_text=True,
+        bad_run_chance=0.2,
+        curvature=0.05,
+        log2_best_rates=(0.4,) * 5,
     )
     counts, coverage = simulate_trials(world, range(count))
     assert counts["false"] / count <= 0.03

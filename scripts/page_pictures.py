@@ -17,9 +17,11 @@ FONT = "matplotlib DejaVu Sans"  # and not the machine's font of that name, whos
 _FONT_ENTRY = font_manager.FontEntry(fname=f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", name=FONT)
 font_manager.fontManager.ttflist.append(_FONT_ENTRY)
 # hues stay
-DARK_STYLE = b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"
+DARK_PAGE_CSS = (
+    b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"
+)
 # the same picture is the same file
-STYLE = {
+MATPLOTLIB_STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "svg.hashsalt": "lm.pages",
@@ -38,7 +40,7 @@ def styled_figure(
     size: width and height in inches. Pages show pictures about 700 pixels wide, so text of 9 points is legible up to a
     width of 10 inches.
     """
-    with plt.rc_context(STYLE):
+    with plt.rc_context(MATPLOTLIB_STYLE):
         yield plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
@@ -50,7 +52,7 @@ def svg_bytes(figure: plt.Figure) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="svg", metadata=dict.fromkeys(("Date", "Format", "Type")))
     plt.close(figure)
-    return re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK_STYLE, content.getvalue(), count=1)
+    return re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK_PAGE_CSS, content.getvalue(), count=1)
 
 
 def draw_percentages(axes: Axes, values: np.ndarray) -> None:
