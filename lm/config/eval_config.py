@@ -48,8 +48,8 @@ class RopeScaling:
         """
         return frequencies
 
-    def logit_factor(self, s: float) -> float:
-        """Return the factor by which this scaling multiplies the attention logits at the scaling factor `s`."""
+    def score_factor(self, s: float) -> float:
+        """Return the factor by which this scaling multiplies attention scores at the scaling factor `s`."""
         return 1.0
 
 
@@ -110,7 +110,7 @@ class InferenceYarn(RopeScaling):
     def scaled_frequencies(self, frequencies: Tensor, periods: Tensor, s: float) -> Tensor:
         return divide_low_frequencies(frequencies, periods, SLOW_PERIODS, FAST_PERIODS, s)
 
-    def logit_factor(self, s: float) -> float:
+    def score_factor(self, s: float) -> float:
         return (0.1 * math.log(s) + 1) ** 2 if self.temperature else 1.0
 
 
@@ -120,7 +120,7 @@ ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NT
 @dataclass(frozen=True)
 class InferenceSetting:
     """An inference setting is a RoPE scaling, and options of normalizers, with which a trained model is evaluated. The
-    model's weights stay unchanged (`lm.model.swapped.for_inference`).
+    model's weights stay unchanged (`lm.model.swapped.with_inference_setting`).
     """
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "scaling of RoPE's frequencies")

@@ -37,7 +37,7 @@ from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_
 from lm.evaluation.held_out import evenly_spaced_sequences, measure_sequences, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.model.swapped import applicable_settings, for_inference
+from lm.model.swapped import applicable_settings, with_inference_setting
 from lm.plain import Plain
 from lm.runs.evaluations import Metric
 
@@ -153,7 +153,7 @@ def diagnostic_rows(
     for setting in applicable_settings(decoder, options.inference):
         untrained_label = UNTRAINED_LABEL + f", {setting.label}" * (setting.label != "as trained")
         for label, source in ((setting.label, decoder), (untrained_label, untrained_decoder)):
-            model = for_inference(source, setting)
+            model = with_inference_setting(source, setting)
 
             def measure(indices: list[int], model: Decoder = model) -> Tensor:
                 batches = (held_out.batch([index]).to(device.device) for index in indices)

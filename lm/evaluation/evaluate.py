@@ -125,9 +125,12 @@ def evaluate_model(
     decoder.to(device.device)
     for measurement in measurements:
         # of a model of transformers, no file says which normalizer it was given
-        evaluation = measurement.cached_result(folder, weights, device, step) if decoder.takes_settings else None
-        if not (was_cached := evaluation is not None):
-            labelled_device = replace(device, label=f"{folder.resolve().name}: {measurement.kind}")
+        evaluation = (
+            measurement.cached_result(folder, weights, device, step) if decoder.takes_inference_settings else None
+        )
+        was_cached = evaluation is not None
+        if not was_cached:
+            labelled_device = replace(device, progress_label=f"{folder.resolve().name}: {measurement.kind}")
             evaluation = measurement.evaluate(decoder, labelled_device, step, model.metadata.get("tokens", 0))
             measurement.write(folder, evaluation)
         results.append(EvaluationResult(folder, evaluation, was_cached))

@@ -22,7 +22,7 @@ from lm.data.tasks import Example
 from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.model.swapped import applicable_settings, for_inference
+from lm.model.swapped import applicable_settings, with_inference_setting
 from lm.plain import Plain, json_value
 from lm.plugins import PLUGINS
 from lm.progress import Progress
@@ -255,7 +255,7 @@ class Measurement(ABC):
         50`.
         """
         for setting in applicable_settings(decoder, self.eval_config.inference):
-            yield setting.label, for_inference(decoder, setting)
+            yield setting.label, with_inference_setting(decoder, setting)
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:

@@ -117,7 +117,7 @@ def measure_sequences(
         result, by_length = torch.zeros(len(lengths), *shape), {}
         for index in range(device.rank, len(lengths), device.world_size):
             by_length.setdefault(lengths[index], []).append(index)
-        with Progress("auto" if device.label else "none").bar(device.label, len(lengths)) as bar:
+        with Progress("auto" if device.progress_label else "none").bar(device.progress_label, len(lengths)) as bar:
             for length, indices in by_length.items():
                 size = max(1, MAX_BATCH_TOKENS // length)
                 for batch in (indices[start : start + size] for start in range(0, len(indices), size)):

@@ -36,7 +36,7 @@ from lm.experiments.procedure import (
 from lm.experiments.run_outcome import Outcome
 from lm.files import folder_lock, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start, start_child
-from lm.model.device import count_gpus, visible_gpus
+from lm.model.device import count_gpus, visible_gpu_names
 from lm.plain import Plain
 from lm.report.tables import number_text
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
@@ -68,7 +68,7 @@ def run_slots(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> li
     n_gpus = max(count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms)
     if not n_gpus:
         return [()] * (jobs or 1)
-    gpus = visible_gpus()
+    gpus = visible_gpu_names()
     groups = [gpus[first : first + n_gpus] for first in range(0, len(gpus) - n_gpus + 1, n_gpus)]
     return (groups * jobs_per_gpu)[:jobs]
 

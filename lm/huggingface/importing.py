@@ -182,7 +182,7 @@ def import_model(
         token_count = vocab_size(tokenizer)
     spec.seq_len = length or positions
     try:
-        spec = ModelSpec.read(to_plain(spec))  # checks lm's bounds, and for contradictions
+        spec = ModelSpec.from_plain(to_plain(spec))  # checks lm's bounds, and for contradictions
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
     parameters = _checked_parameters(architecture, spec, fields.path.name, model.tensors)

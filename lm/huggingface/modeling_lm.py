@@ -35,9 +35,9 @@ from lm.attention.options import Options
 from lm.model.blocks import (
     AttentionBase,
     Block,
+    DifferentialV1,
     ForwardContext,
     GatedBlock,
-    MapDifference,
     make_norm,
     rotation_at,
 )
@@ -199,17 +199,17 @@ class TransformersContext(ForwardContext):
 class CheckpointedLayer(GradientCheckpointingLayer):
     """A layer that gradient checkpointing can recompute in the backward pass.
 
-    transformers requires that tensors with gradients are positional arguments. So `first_values` is one, though lm
-    passes it in the context.
+    transformers requires that tensors with gradients are positional arguments. So `first_layer_values` is one, though
+    lm passes it in the context.
     """
 
-    def forward(self, x: Tensor, first_values: Tensor | None, context: TransformersContext) -> Tensor:
+    def forward(self, x: Tensor, first_layer_values: Tensor | None, context: TransformersContext) -> Tensor:
         """Return the layer's output (B, T, C) for its input x (B, T, C).
 
-        first_values: the first layer's values (B, K, T, E), which a model with `value_residual` mixes into its own;
-        else None.
+        first_layer_values: the first layer's values (B, K, T, E), which a model with `value_residual` mixes into its
+        own; else None.
         """
-        return super().forward(x, replace(context, first_values=first_values))
+        return super().forward(x, replace(context, first_layer_values=first_layer_values))
 
 
 class LmBlock(CheckpointedLayer, Block):
@@ -288,7 +288,7 @@ class LmPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module's parameters: normalizers as lm does, all other modules as transformers does."""
         super()._init_weights(module)
-        if isinstance(module, MapDifference):
+        if isinstance(module, DifferentialV1):
             init.constant_(module.initial_lambda, module.lambda_0)
         if isinstance(module, Normalizer):
             for parameter, value in zip(
@@ -362,13 +362,13 @@ class LmModel(LmPreTrainedModel):
             frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=x.device)
             rotation = rotation_at(position_ids, frequencies, self.config.rope_amplitude)
         context = TransformersContext(layout, rotation, 1.0, None, past_key_values=past_key_values, weights=[])
-        first_values, hidden_states = None, ()
+        first_layer_values, hidden_states = None, ()
         if self.config.value_residual:
             first = self.blocks[0]
-            first_values = first.attention.values(first.attention_norm(x))
+            first_layer_values = first.attention.project_values(first.attention_norm(x))
         for block in self.blocks:
             hidden_states += (x,) if output_hidden_states else ()
-            x = block(x, first_values, context)
+            x = block(x, first_layer_values, context)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,

@@ -55,7 +55,7 @@ class TransformersDecoder(nn.Module):
     Raises RunError: its logits are not a matrix times the hidden states, capped or not.
     """
 
-    takes_settings = False
+    takes_inference_settings = False
 
     def __init__(self, model: PreTrainedModel, options: Options, seq_len: int):
         super().__init__()
@@ -118,14 +118,17 @@ class TransformersDecoder(nn.Module):
         return [*self._normalizers]
 
     def embed(
-        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: None = None, length: int | None = None
-    ) -> tuple[Tensor, ForwardContext]:
+        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: None = None,
+        document_length: int | None = None
+    ) -> tuple[Tensor, ForwardContext]:  # fmt: skip
         """Return the tokens' embeddings (B, T, C) and the context for `blocks`, as `lm.model.attention_stream` calls
         them.
 
         This call runs the whole model and records every layer's queries, keys and values, which `blocks` then give.
         """
-        layout = layout or AttentionLayout.continuation(0, tokens.size(1), length or tokens.size(1), tokens.device)
+        layout = layout or AttentionLayout.continuation(
+            0, tokens.size(1), document_length or tokens.size(1), tokens.device
+        )
         for layer in self._layers:
             setattr(layer, RECORD_ATTRIBUTE, [])
         try:
@@ -141,7 +144,7 @@ class TransformersDecoder(nn.Module):
         """Return a function for each layer that adds the layer's recorded queries, keys and values to the context."""
 
         def block(layer: int, x: Tensor, context: ForwardContext) -> Tensor:
-            context.layer_inputs.append(AttentionInputs(x, *self._records[layer]))
+            context.captured_inputs.append(AttentionInputs(x, *self._records[layer]))
             return x
 
         return [partial(block, layer) for layer in range(len(self._layers))]

@@ -48,32 +48,36 @@ def attention_blocks(
     decoder: Decoder,
     batch: Batch,
     queries: Sequence[int] | None = None,
-    length: int | None = None,
+    document_length: int | None = None,
     dtype: torch.dtype = torch.float32,
-    block: int | None = None,
+    block_size: int | None = None,
 ) -> Iterator[QueryBlock]:
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
     Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the
-    decoder that `lm.model.swapped.for_inference` returns. Memory holds queries and keys of one layer, and
+    decoder that `lm.model.swapped.with_inference_setting` returns. Memory holds queries and keys of one layer, and
     `MAX_BLOCK_WEIGHTS` scores and as many weights at a time.
 
     Args:
         queries: indices of queries in the sequence, negative ones from the end; None: all queries.
-        length: number of tokens of the document whose first tokens the batch holds; None: the batch holds whole
-            documents.
+        document_length: number of tokens of the document whose first tokens the batch holds; None: the batch holds
+            whole documents.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
-        block: number of queries at a time; None: as many as `MAX_BLOCK_WEIGHTS` allows.
+        block_size: number of queries at a time; None: as many as `MAX_BLOCK_WEIGHTS` allows.
     """
     indices = torch.arange(batch.tokens.size(1), device=batch.tokens.device)
     indices = indices if queries is None else indices[list(queries)]
-    block = block or max(1, MAX_BLOCK_WEIGHTS // (decoder.normalizers()[0].layer.n_head * batch.tokens.numel()))
-    x, context = decoder.embed(batch.tokens, None if length else batch_layout(batch), length=length)
+    block_size = block_size or max(
+        1, MAX_BLOCK_WEIGHTS // (decoder.normalizers()[0].layer.n_head * batch.tokens.numel())
+    )
+    x, context = decoder.embed(
+        batch.tokens, None if document_length else batch_layout(batch), document_length=document_length
+    )
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
         captured_inputs: list[AttentionInputs] = []
-        x = module(x, replace(context, layer_inputs=captured_inputs))
+        x = module(x, replace(context, captured_inputs=captured_inputs))
         layer_inputs = captured_inputs.pop()
-        for block_queries in indices.split(block):
+        for block_queries in indices.split(block_size):
             n_keys = int(block_queries.max()) + 1  # no query sees a later key
             block_layout = context.layout.select(block_queries, n_keys)
             scores = normalizer.scores(

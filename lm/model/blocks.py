@@ -85,10 +85,10 @@ class RMSNorm(nn.RMSNorm):
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
-def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
-    """Make RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width, as `kind` says, by default `config.norm`."""
+def make_norm(config: ModelConfig, norm: str | None = None) -> nn.Module:
+    """Make RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width, as `norm` says, by default `config.norm`."""
     size, eps = config.n_embd, config.norm_eps
-    return RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
+    return RMSNorm(size, eps) if (norm or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
 
 class HeadNorm(RMSNorm):
@@ -161,7 +161,7 @@ class DecodingCache:
     normalizer keeps instead.
     """
 
-    length: int  # tokens that the document will have in all, which are n if the option `n` is `sample`
+    document_length: int  # tokens that the document will have in all, which are n if the option `n` is `sample`
     n_seen: int = 0  # tokens so far
     states: dict[nn.Module, object] = field(default_factory=dict)  # state of each layer, by its attention module
 
@@ -187,13 +187,14 @@ class ForwardContext:
 
     layout: AttentionLayout
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions; None: no RoPE
-    logit_factor: float  # factor on the logits of layers with RoPE, the temperature of a rescaled RoPE
+    score_factor: float  # factor on the scores of layers with RoPE, the temperature of a rescaled RoPE
     cache: DecodingCache | None
-    first_values: Tensor | None = None  # the first layer's values (B, K, T, E), which the others mix into theirs
-    layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
+    first_layer_values: Tensor | None = None  # the first layer's values (B, K, T, E), which the others mix into theirs
+    # layers append their inputs here for `lm.model.attention_stream`
+    captured_inputs: list[AttentionInputs] | None = None
     first_output: int = 0  # index of the first new token that a layer computes an output for
 
-    def output_tokens(self, x: Tensor) -> Tensor:
+    def select_output_tokens(self, x: Tensor) -> Tensor:
         """Return the part of x (B, T, C) at the tokens that a layer computes outputs for, from the index `first_output`
         on.
         """
@@ -213,8 +214,8 @@ class ForwardContext:
             output, self.cache.states[layer] = normalizer.decode(q, k, v, layout, self.cache.states.get(layer))
             return output
         k, v = normalizer.expand_kv_heads(k, v)
-        if self.layer_inputs is not None:
-            self.layer_inputs.append(AttentionInputs(x, q, k, v))
+        if self.captured_inputs is not None:
+            self.captured_inputs.append(AttentionInputs(x, q, k, v))
         return normalizer.attend(q, k, v, layout)
 
 
@@ -242,7 +243,7 @@ class AttentionBase(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
-            q = q if context.logit_factor == 1 else q * context.logit_factor
+            q = q if context.score_factor == 1 else q * context.score_factor
         return context.attend(self, x, q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -271,12 +272,12 @@ class Attention(AttentionBase):
         self.difference = None
         if config.differential:
             self.difference = (
-                MapDifference(config.value_dims, config.norm_eps, layer)
+                DifferentialV1(config.value_dims, config.norm_eps, layer)
                 if config.differential is True
-                else QueryDifference(config.n_embd, config.n_head)
+                else DifferentialV2(config.n_embd, config.n_head)
             )
 
-    def values(self, x: Tensor) -> Tensor:
+    def project_values(self, x: Tensor) -> Tensor:
         """Project the layer's input x (B, T, C) to its values (B, K, T, E)."""
         n_rows = self.fused_rows["qkv"]["v"]
         bias = None if self.qkv.bias is None else self.qkv.bias[-n_rows:]
@@ -285,13 +286,13 @@ class Attention(AttentionBase):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
         if self.value_mix is not None:
-            v = v + self.value_mix.to(v.dtype) * (context.first_values.to(v.dtype) - v)
+            v = v + self.value_mix.to(v.dtype) * (context.first_layer_values.to(v.dtype) - v)
         heads, kv_heads, _ = self.head_counts
-        if not isinstance(self.difference, MapDifference):
+        if not isinstance(self.difference, DifferentialV1):
             output = self.attend(x, q, k, v, context)
             if self.difference is not None:
                 outputs = output.unflatten(-1, (self.n_head, 2, -1))
-                output = self.difference(outputs, context.output_tokens(x)).flatten(2)
+                output = self.difference(outputs, context.select_output_tokens(x)).flatten(2)
         else:
             # (B, K, H / K or 1, T, 2, D / 2)
             q, k = (x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k))
@@ -302,12 +303,12 @@ class Attention(AttentionBase):
             )
             output = self.difference(output.transpose(3, 4).flatten(2, 3)).flatten(2)
         if self.exclusive:
-            own_values = context.output_tokens(v.transpose(1, 2)).unsqueeze(-2)  # (B, T, K, 1, E)
+            own_values = context.select_output_tokens(v.transpose(1, 2)).unsqueeze(-2)  # (B, T, K, 1, E)
             output = remove_own_value(
                 output.unflatten(-1, (kv_heads, self.n_head // kv_heads, -1)), own_values
             ).flatten(2)
         if self.gate is not None:
-            inputs = context.output_tokens(x)[..., : self.gate.in_features]
+            inputs = context.select_output_tokens(x)[..., : self.gate.in_features]
             # (B, T, H, 1) or (B, T, H, D)
             gates = self.gate_factor * self.gate(inputs).sigmoid().unflatten(-1, (self.n_head, -1))
             output = (output.unflatten(-1, (self.n_head, -1)) * gates).flatten(2)
@@ -325,7 +326,7 @@ def remove_own_value(outputs: Tensor, own_values: Tensor) -> Tensor:
     return (y - (y * u).sum(-1, keepdim=True) * u).to(outputs.dtype)
 
 
-class QueryDifference(nn.Module):
+class DifferentialV2(nn.Module):
     """Differential attention's second version computes o1 - sigmoid(x W) o2. o1 and o2 are the outputs of two queries
     of a head, x is the layer's input.
     """
@@ -342,7 +343,7 @@ class QueryDifference(nn.Module):
         return first_output - self.factor(x).sigmoid().unsqueeze(-1) * second_output
 
 
-class MapDifference(nn.Module):
+class DifferentialV1(nn.Module):
     """Differential attention (arXiv 2410.05258) computes (1 - lambda_0) RMSNorm(o1 - lambda o2). o1 and o2 are a head's
     outputs by two attention maps.
 
@@ -392,7 +393,7 @@ class GAU(AttentionBase):
         u, v, z = F.silu(self.uvz(x)).split(list(self.fused_rows["uvz"].values()), -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
         return self.out(
-            context.output_tokens(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context)
+            context.select_output_tokens(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context)
         )
 
 
@@ -448,7 +449,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         attended = self.attention(x if self.post_norm else self.attention_norm(x), context)
         attended = self.dropout(self.attention_norm(attended) if self.post_norm else attended)
-        x = context.output_tokens(x)
+        x = context.select_output_tokens(x)
         if self.parallel:
             return x + attended + self.feed_forward(x)
         x = x + attended
@@ -474,4 +475,4 @@ class GatedBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        return context.output_tokens(x) + self.dropout(self.gau(self.gau_norm(x), context))
+        return context.select_output_tokens(x) + self.dropout(self.gau(self.gau_norm(x), context))

@@ -15,11 +15,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lm.data.batches import NO_TARGET
 from lm.model.blocks import UninitialisedLinear
 
-# CHUNK_LOGITS: logits held at a time. Matrix products of fewer tokens are slower, and each adds its part to the
-# gradient of the head's weights. CACHED_LOGITS: logits whose exponentials are computed together; those that fit in a
-# CPU's cache take half the time.
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
+# LOGITS_PER_CHUNK: logits held at a time. Matrix products of fewer tokens are slower, and each adds its part to the
+# gradient of the head's weights. LOGITS_IN_CACHE: logits whose exponentials are computed together; as many as
+# fit in a CPU's cache take half the time.
+LOGITS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**26}
+LOGITS_IN_CACHE = {"cpu": 2**18, "cuda": 2**26}
 
 
 class Head(UninitialisedLinear):
@@ -50,7 +50,7 @@ def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
 
 def tokens_per_chunk(vocab_size: int, device_type: str) -> int:
     """Return the number of tokens of a chunk, whose logits are in memory at the same time; at least 64."""
-    return max(64, CHUNK_LOGITS[device_type] // vocab_size)
+    return max(64, LOGITS_PER_CHUNK[device_type] // vocab_size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -68,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size, device_type = weight.size(0), weight.device.type
         matrix = weight.to(dtype)
         chunk_size = tokens_per_chunk(vocab_size, device_type)
-        rows = max(1, CACHED_LOGITS[device_type] // vocab_size)
+        rows = max(1, LOGITS_IN_CACHE[device_type] // vocab_size)
         grad_hidden = torch.empty_like(hidden)  # filled in place, as in `_map_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for number, (h, y) in enumerate(
@@ -132,7 +132,7 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """Return the sum over tokens of -log p(target), an fp32 scalar (nats).
 
     hidden: (N, C); head: maps C to V; targets: (N,) int64. The matrix product runs in the autocast dtype if autocast is
-    on, softmax and sum run in fp32. `NO_TARGET` targets add nothing. Memory holds `CHUNK_LOGITS` logits, not N x V.
+    on, softmax and sum run in fp32. `NO_TARGET` targets add nothing. Memory holds `LOGITS_PER_CHUNK` logits, not N x V.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
@@ -145,7 +145,7 @@ def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """Return -log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout; 0 where the target is
     `NO_TARGET`.
 
-    hidden: (N, C); head: maps C to V; targets: (N,) int64. Memory holds `CHUNK_LOGITS` logits, not N x V.
+    hidden: (N, C); head: maps C to V; targets: (N,) int64. Memory holds `LOGITS_PER_CHUNK` logits, not N x V.
     """
     nll = partial(F.cross_entropy, reduction="none", ignore_index=NO_TARGET)
     return _map_logits(nll, torch.float32, hidden, head, targets)
@@ -160,33 +160,33 @@ def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
 
 
 @torch.no_grad()
-def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
+def token_kl(p_hidden: Tensor, p_head: Head, q_hidden: Tensor, q_head: Head) -> Tensor:
     """Return KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
 
-    p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the
-    distributions are equal.
+    p_hidden, q_hidden: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0
+    where the distributions are equal.
     """
     q_logits = q_head.fp32_logits_function()
 
-    def divergence(p_logits: Tensor, q_hidden: Tensor) -> Tensor:
-        log_p, log_q = p_logits.log_softmax(-1), q_logits(q_hidden).log_softmax(-1)
+    def divergence(p_logits: Tensor, hidden: Tensor) -> Tensor:
+        log_p, log_q = p_logits.log_softmax(-1), q_logits(hidden).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     # the logits of q, both log-softmaxes and the sum's terms are held, too
-    return _map_logits(divergence, torch.float32, p, p_head, q, parts=4)
+    return _map_logits(divergence, torch.float32, p_hidden, p_head, q_hidden, chunk_divisor=4)
 
 
 def _map_logits(
-    f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor, parts: int = 1
+    f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor, chunk_divisor: int = 1
 ) -> Tensor:
     """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even
     under autocast.
 
-    tensors: N rows each. parts: a number that divides the tokens of a chunk. Results are written in place: a tensor
-    allocated between two chunks may keep glibc from reusing the logits' memory.
+    tensors: N rows each. chunk_divisor: a number that divides the tokens of a chunk. Results are written in place: a
+    tensor allocated between two chunks may keep glibc from reusing the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-    chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // parts)
+    chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // chunk_divisor)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = head.fp32_logits_function()
         for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):

@@ -22,9 +22,9 @@ from lm.data.batches import Batch
 from lm.model.blocks import (
     Block,
     DecodingCache,
+    DifferentialV1,
     ForwardContext,
     GatedBlock,
-    MapDifference,
     UninitialisedEmbedding,
     make_norm,
 )
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
             unset, for weights that are loaded.
     """
 
-    takes_settings = True  # whether inference settings can change it
+    takes_inference_settings = True  # whether inference settings can change it
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int | None = 0):
         super().__init__()
@@ -53,7 +53,8 @@ class Decoder(nn.Module):
         self.recomputes_activations = False
         # compiled by `compile_blocks`
         self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block
-        self.rope_scaling: RopeScaling = NO_SCALING  # another scaling in a copy by `lm.model.swapped.for_inference`
+        # another scaling in a copy by `lm.model.swapped.with_inference_setting`
+        self.rope_scaling: RopeScaling = NO_SCALING
         self.embedding = UninitialisedEmbedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = UninitialisedEmbedding(seq_len, config.n_embd) if config.position.has_last_position else None
@@ -95,7 +96,7 @@ class Decoder(nn.Module):
         if is_normalizer_parameter(name):
             return parameter.size(1) ** -0.5 if name.endswith(".hidden.weight") else None
         if name.endswith(".lambdas"):
-            return MapDifference.INITIAL_STD
+            return DifferentialV1.INITIAL_STD
         if name.endswith(".bias") or (name.endswith(".gate.weight") and self.config.gate_inputs):
             return 0.0
         if parameter.dim() < 2:
@@ -138,30 +139,30 @@ class Decoder(nn.Module):
         tokens: Tensor,
         layout: AttentionLayout | None = None,
         cache: DecodingCache | None = None,
-        length: int | None = None,
+        document_length: int | None = None,
     ) -> tuple[Tensor, ForwardContext]:
         """Return the first layer's input, vectors (B, T, C) of the tokens, and the context that all layers share.
 
-        length: number of tokens of the whole sequence, of which `tokens` are a part; None: the cache's length, or T
-        without a cache.
+        document_length: number of tokens of the whole document, of which `tokens` are a part; None: the cache's
+        document length, or T without a cache.
         """
-        length = length or (cache.length if cache else tokens.size(1))
+        document_length = document_length or (cache.document_length if cache else tokens.size(1))
         layout = layout or AttentionLayout.continuation(
-            cache.n_seen if cache else 0, tokens.size(1), length, tokens.device
+            cache.n_seen if cache else 0, tokens.size(1), document_length, tokens.device
         )
         x = self.embedding_norm(self.embedding(tokens))
         if self.position is not None:
             x = x + self.position(layout.positions)
-        rotation, lengths = None, (self.seq_len, length)
+        rotation, lengths = None, (self.seq_len, document_length)
         if self.config.position.rotates:
             rotation = rope_rotation(
                 layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths
             )
-        logit_factor = self.rope_scaling.logit_factor(self.rope_scaling.scaling_factor(*lengths))
-        x, first_values = self.dropout(x), None
+        score_factor = self.rope_scaling.score_factor(self.rope_scaling.scaling_factor(*lengths))
+        x, first_layer_values = self.dropout(x), None
         if self.config.value_residual:
-            first_values = self.blocks[0].attention.values(self.blocks[0].attention_norm(x))
-        return x, ForwardContext(layout, rotation, logit_factor, cache, first_values)
+            first_layer_values = self.blocks[0].attention.project_values(self.blocks[0].attention_norm(x))
+        return x, ForwardContext(layout, rotation, score_factor, cache, first_layer_values)
 
     def normalizers(self) -> list[Normalizer]:
         """Return the normalizers, from the first layer to the last."""
@@ -217,9 +218,9 @@ def batch_layout(batch: Batch) -> AttentionLayout:
     return AttentionLayout.from_positions(batch.positions)
 
 
-def is_normalizer_parameter(parameter: str) -> bool:
-    """Return whether `parameter` is the name of a normalizer's parameter."""
-    return ".normalizer." in parameter
+def is_normalizer_parameter(name: str) -> bool:
+    """Return whether `name` is the name of a normalizer's parameter."""
+    return ".normalizer." in name
 
 
 def parameter_group(name: str, parameter: Tensor) -> str:
@@ -259,11 +260,11 @@ class LogitsModel(nn.Module):
     There is no cache for decoding: each new token is computed from all earlier tokens again.
     """
 
-    takes_settings = False
+    takes_inference_settings = False
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self.module, self.head, self.config = module, _NoHead(), ModelConfig()
+        self.module, self.head, self.config = module, _IdentityHead(), ModelConfig()
 
     def forward(self, tokens: Tensor, cache: DecodingCache | None = None, first_output: int = 0) -> Tensor:
         """Return logits (B, T - first_output, V) of tokens (B, T). With a cache these tokens follow the tokens
@@ -282,7 +283,7 @@ class LogitsModel(nn.Module):
         return self(batch.tokens, first_output=first_output)
 
 
-class _NoHead(nn.Identity):
+class _IdentityHead(nn.Identity):
     """Stands in for a head where a module gives logits itself."""
 
     out_features: int  # size of the vocabulary

@@ -59,7 +59,7 @@ class Machine:
         return self.compilation.value == "true"
 
 
-def visible_gpus() -> tuple[str, ...]:
+def visible_gpu_names() -> tuple[str, ...]:
     """Return the GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES. CUDA is not initialised in
     this process.
     """
@@ -98,17 +98,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
-def resolve_precision(config: Config, accelerator: str, run_facts: dict[str, Plain]) -> ResolvedSetting:
+def resolve_precision(config: Config, accelerator: str, recorded_environment: dict[str, Plain]) -> ResolvedSetting:
     """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto` keeps an earlier precision, else takes bf16 if the
     device has it.
 
-    run_facts: the environment.json of the run that is resumed or evaluated; empty for a new run.
+    recorded_environment: the environment.json of the run that is resumed or evaluated; empty for a new run.
     """
     if config.trainer.precision != "auto":
         return ResolvedSetting(str(config.trainer.precision), "")
-    if "precision" in run_facts:
-        return ResolvedSetting(run_facts["precision"], "as the run was started")
-    hardware = native_bf16_hardware(accelerator)
+    if "precision" in recorded_environment:
+        return ResolvedSetting(recorded_environment["precision"], "as the run was started")
+    hardware = describe_bf16_hardware(accelerator)
     return (
         ResolvedSetting("bf16-mixed", f"auto: {hardware}")
         if hardware
@@ -117,7 +117,7 @@ def resolve_precision(config: Config, accelerator: str, run_facts: dict[str, Pla
 
 
 @cache
-def native_bf16_hardware(accelerator: str) -> str:
+def describe_bf16_hardware(accelerator: str) -> str:
     """Describe this machine's hardware that computes in bf16; empty if it has none (emulation is slower than fp32)."""
     if accelerator == "gpu":
         return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
@@ -129,7 +129,7 @@ def resolve_compile(
     config: Config,
     flops: float,
     accelerator: str,
-    run_facts: dict[str, Plain],
+    recorded_environment: dict[str, Plain],
     n_runs: int = 1,
 ) -> ResolvedSetting:
     """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible
@@ -140,13 +140,13 @@ def resolve_compile(
 
     Args:
         flops: the FLOPs of the whole run.
-        run_facts: the environment.json of the resumed run; empty for a new run.
+        recorded_environment: the environment.json of the resumed run; empty for a new run.
         n_runs: the number of runs that share the compiled code, which the first of them makes.
     """
     setting, reason = config.trainer.compile, ""
     compiler = cpp_compiler()
-    if setting == "auto" and "compile" in run_facts:
-        setting, reason = run_facts["compile"], "as the run was started"
+    if setting == "auto" and "compile" in recorded_environment:
+        setting, reason = recorded_environment["compile"], "as the run was started"
     if setting is True and not compiler:
         problem = Problem(
             "trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false"
@@ -193,7 +193,7 @@ class Device:
     bf16: bool
     rank: int = 0
     world_size: int = 1
-    label: str = ""  # of the progress bar of measurements; empty: none is shown
+    progress_label: str = ""  # of the progress bar of measurements; empty: none is shown
 
     @property
     def precision(self) -> str:

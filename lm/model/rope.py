@@ -13,8 +13,9 @@ from lm.model.blocks import Rotation, rotation_at
 
 
 def rope_rotation(
-    positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling = NO_SCALING, lengths: tuple[int, int] = (1, 1)
-) -> Rotation:
+    positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling = NO_SCALING,
+    scaling_lengths: tuple[int, int] = (1, 1)
+) -> Rotation:  # fmt: skip
     """Return cos and sin of RoPE's angles (arXiv 2104.09864) at `positions`, (T,) or (B, T), times
     `rope.scaling.amplitude`.
 
@@ -24,9 +25,9 @@ def rope_rotation(
 
     Args:
         scaling: a further rescaling of the frequencies in inference, for sequences beyond the training length.
-        lengths: numbers of tokens in a training sequence and in this sequence.
+        scaling_lengths: numbers of tokens in a training sequence and in this sequence.
     """
-    radians = frequencies(head_size, rope, scaling, *lengths, positions.device)
+    radians = frequencies(head_size, rope, scaling, *scaling_lengths, positions.device)
     return rotation_at(positions, radians, rope.scaling.amplitude)
 
 

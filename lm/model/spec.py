@@ -20,7 +20,7 @@ from lm.model.decoder import Decoder, parameter_group
 from lm.plain import Plain
 from lm.plugins import PLUGINS
 
-MAX_CHECKED_LENGTH = 512  # most tokens of the two sequences that are compared; they differ in the second half
+MAX_CAUSALITY_LENGTH = 512  # most tokens of the two sequences that are compared; they differ in the second half
 CAUSALITY_TOLERANCE = 1e-9  # of outputs of size 1 in fp64
 
 
@@ -57,7 +57,7 @@ class ModelSpec:
         )
 
     @classmethod
-    def read(cls, plain: Plain) -> "ModelSpec":
+    def from_plain(cls, plain: Plain) -> "ModelSpec":
         """Return the spec that plain data (`lm.plain.to_plain`) describe.
 
         Raises ConfigError: the data are invalid, or name a normalizer from outside lm whose import is not allowed or
@@ -88,11 +88,11 @@ class ModelSpec:
 
 def check_plugin_causality(config: Config) -> None:
     """Check that with no normalizer from outside lm an output depends on later tokens. Sequences have the training
-    length, but at most `MAX_CHECKED_LENGTH` tokens.
+    length, but at most `MAX_CAUSALITY_LENGTH` tokens.
 
     Raises ConfigError, which names the normalizer.
     """
-    length = min(MAX_CHECKED_LENGTH, config.data.seq_len)
+    length = min(MAX_CAUSALITY_LENGTH, config.data.seq_len)
     layers = [options for phase in config.training_phases for options in phase.normalizer.layer_options()]
     for options in layers:
         if ":" not in options.name:

@@ -77,11 +77,11 @@ def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) 
         setting
         for setting in settings
         if not setting.missing_options([decoder.config.normalizer])
-        and (decoder.takes_settings or setting == InferenceSetting())
+        and (decoder.takes_inference_settings or setting == InferenceSetting())
     ]
 
 
-def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
+def with_inference_setting(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     """Return a copy of `decoder` that computes under `setting` and shares its parameters; `decoder` itself if `setting`
     is as trained.
 

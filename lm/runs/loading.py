@@ -197,7 +197,7 @@ def _load_model(path: Path) -> LoadedModel:
     else:
         check_file(path, WEIGHTS, advice="export it again")
     with _refuse_misfits(path):
-        spec, metadata = ModelSpec.read(description["spec"]), description["training"] or {}
+        spec, metadata = ModelSpec.from_plain(description["spec"]), description["training"] or {}
         config = trained_config(metadata, path) if metadata else None
         decoder = _build_decoder(spec, safetensors.torch.load_file(path / WEIGHTS), path)
     tokenizer = _read_tokenizer(path, spec)
@@ -305,8 +305,8 @@ def save_model(
         end_of_text: the tokenizer's token that starts a document.
 
     Raises:
-        RunError: RoPE is rescaled (`for_inference`), weights are not finite, the tokenizer has more tokens than the
-            model, or `out` holds something or can't be written.
+        RunError: RoPE is rescaled (`with_inference_setting`), weights are not finite, the tokenizer has more tokens
+            than the model, or `out` holds something or can't be written.
         DataError: the tokenizer can't be used, or has no token `end_of_text`.
     """
     out, tokenizer = expand_home(out), expand_home(tokenizer) if tokenizer else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from lm.config.training_config import AdamW, Muon, OptimConfig, ParameterGroups
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, is_normalizer_parameter, parameter_group, projection_rows
-from lm.model.device import native_bf16_hardware
+from lm.model.device import describe_bf16_hardware
 
 MATRIX_GROUP = "matrices"  # the group of parameters that Muon updates
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
@@ -94,7 +94,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             step_size = lr * self.options.relative_rate(*shape)
             mean_gradients = torch.stack([mean_gradient for _, mean_gradient in pairs])
             product_dtype = (
-                torch.bfloat16 if native_bf16_hardware("gpu" if mean_gradients.is_cuda else "cpu") else torch.float32
+                torch.bfloat16 if describe_bf16_hardware("gpu" if mean_gradients.is_cuda else "cpu") else torch.float32
             )
             updates = orthogonal_approximation(mean_gradients, NEWTON_SCHULZ_STEPS, product_dtype)
             for (projection, _), update in zip(pairs, updates, strict=True):

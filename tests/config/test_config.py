@@ -17,7 +17,7 @@ from lm.config.yaml_text import override_text, parse_yaml
 from lm.errors import ConfigError
 from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
-from lm.model.swapped import for_inference
+from lm.model.swapped import with_inference_setting
 from lm.plain import to_plain
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +196,7 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
     assert load_config([*inference("true"), linear]).eval.long_context.inference[0].label == "yarn"
     config = load_config(inference("false"))
     with pytest.raises(ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"):
-        for_inference(Decoder(config.model, 300, 32), InferenceSetting(InferenceYarn()))
+        with_inference_setting(Decoder(config.model, 300, 32), InferenceSetting(InferenceYarn()))
 
 
 @pytest.mark.parametrize("name", ["0", "false", "{}"])

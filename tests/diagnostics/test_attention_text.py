@@ -37,7 +37,7 @@ def test_maps_hold_each_weight_however_attention_is_streamed(
     decoder = make_decoder(options, block)
     tokens = torch.randint(1, VOCAB, (23,), generator=torch.Generator().manual_seed(3))
     batch = Batch.from_sequences(torch.cat((tokens, tokens[:1]))[None])
-    (*layers,) = attention_blocks(decoder, batch, block=23)
+    (*layers,) = attention_blocks(decoder, batch, block_size=23)
     monkeypatch.setattr(attention_stream, "MAX_BLOCK_WEIGHTS", 5 * 2 * 23)  # five queries at a time
     maps = attention_maps(decoder, tokens)
     for layer in layers:

@@ -40,7 +40,7 @@ from lm.evaluation.held_out import LENGTH_AXIS
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
-from lm.model.swapped import for_inference
+from lm.model.swapped import with_inference_setting
 from lm.report.evaluation_tables import EvaluationResult, print_results
 from lm.runs.evaluations import Metric, join_rows
 from lm.runs.loading import load as load_model
@@ -274,7 +274,7 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name = "effective keys"
     for setting, words in zip(settings, ("", f", {settings[1].label}"), strict=True):
-        model, other = (for_inference(each, setting).eval() for each in (decoder, untrained))
+        model, other = (with_inference_setting(each, setting).eval() for each in (decoder, untrained))
         expected = {setting.label: model, f"untrained weights{words}": other}
         for label, each in expected.items():
             vectors = [measures.measure_vector(each, held_out.batch([index])) for index in range(3)]

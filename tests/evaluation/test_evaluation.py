@@ -37,7 +37,7 @@ from lm.evaluation.held_out import (
 )
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.model.swapped import for_inference
+from lm.model.swapped import with_inference_setting
 from lm.runs.evaluations import load_evaluation
 from lm.runs.loading import load
 from lm.training.train import train
@@ -61,7 +61,7 @@ def test_loss_by_token_equals_the_full_computation(name: str, count: int, length
     monkeypatch.setattr("lm.attention.routes.MAX_BLOCK_WEIGHTS", 2 * 640 * 200)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 200)
     decoder, held_out = made(name, count, length)
-    copy = for_inference(decoder, InferenceSetting(ThetaFactor()))
+    copy = with_inference_setting(decoder, InferenceSetting(ThetaFactor()))
     nll = nll_by_token(copy, held_out, CPU)
     assert copy.training
     copy.eval()

@@ -19,7 +19,7 @@ from lm.evaluation.generation import Sampling, generate
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.model.swapped import for_inference
+from lm.model.swapped import with_inference_setting
 from lm.report.comparison import run_interval
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -99,7 +99,7 @@ def test_a_span_is_that_of_the_number(store: Store):
 @pytest.mark.parametrize("name", ["softmax", "ssmax", "sigmoid", "forget"])
 def test_head_scores_are_sums_of_weights_with_the_rotations_of_the_whole_sequence(store: Store, name: str):
     """A prompt ends before its sequence does, by which a setting rescales."""
-    model = for_inference(made(store, name).float(), InferenceSetting(NTK()))
+    model = with_inference_setting(made(store, name).float(), InferenceSetting(NTK()))
     question = needle_trials(Needle(depth=0.5), LENGTH, 1, TaskText(store))[0]
     tokens = torch.from_numpy(np.concatenate((question.prompt, question.answer[:-1]))[None])
     blocks = attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])

@@ -17,7 +17,7 @@ from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
 from lm.experiments.loop import ExperimentTrainer, run_slots
 from lm.experiments.procedure import Procedure
-from lm.model.device import count_gpus, visible_gpus
+from lm.model.device import count_gpus, visible_gpu_names
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ WIDE = {
 )
 def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, count, visible, names):
     gpus(count, visible)
-    assert visible_gpus() == names
+    assert visible_gpu_names() == names
     assert run_slots(opened(tmp_path).experiment, None, 1) == [(name,) for name in names] or [()]
     assert len(run_slots(opened(tmp_path).experiment, 1, 2)) == 1
 

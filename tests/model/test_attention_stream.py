@@ -65,7 +65,7 @@ def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_outp
 ):
     decoder, sample = make_decoder(kinds.NORMALIZER_OPTIONS[name](), block), batch(documents=documents)
     expected, coverage = dense(decoder, sample), torch.zeros(2, LENGTH)
-    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10):
+    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block_size=10):
         keys = chunk.weights.size(-1)
         scores, weights = (x[:, :, chunk.queries, :keys] for x in expected[chunk.layer])
         visible = chunk.layout.visible().expand_as(scores)
@@ -81,7 +81,7 @@ def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_outp
 def gives_what_the_layers_give(decoder: Decoder, sample: Batch) -> None:
     """Weights of the stream times values are what the model computes, by its fast routes."""
     outputs: list[list[Tensor]] = [[] for _ in decoder.blocks]
-    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10):
+    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block_size=10):
         outputs[chunk.layer].append(chunk.weights @ chunk.inputs.v[:, :, : chunk.weights.size(-1)].double())
     for parts, attended in zip(outputs, given_to_the_projection(decoder, sample), strict=True):
         torch.testing.assert_close(
@@ -118,7 +118,7 @@ def test_selected_queries_equal_the_same_queries_of_the_whole_and_layers_differ_
 
 def by_layer(decoder: Decoder) -> list[list]:
     layers: dict[int, list] = {}
-    for chunk in attention_blocks(decoder, batch(), block=9):
+    for chunk in attention_blocks(decoder, batch(), block_size=9):
         layers.setdefault(chunk.layer, []).append(chunk)
     return list(layers.values())
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lm.config.model_config import ModelConfig
 from lm.data.batches import NO_TARGET, Batch
-from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, Head, argmax_tokens, token_nll, training_loss
+from lm.model.cross_entropy import LOGITS_IN_CACHE, LOGITS_PER_CHUNK, Head, argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
 from scripts.tensor_memory import TensorMemory
 
@@ -22,8 +22,8 @@ def head_of(weight: torch.Tensor, softcap: float | None = None) -> Head:
 def test_chunked_losses_equal_plain_ones_with_their_gradients(
     dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
-    monkeypatch.setitem(CACHED_LOGITS, "cpu", 50 * 37)
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", 128 * 37)
+    monkeypatch.setitem(LOGITS_IN_CACHE, "cpu", 50 * 37)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 24, generator=generator, dtype=dtype, requires_grad=True)
     head = head_of(torch.randn(37, 24, generator=generator, dtype=dtype), softcap)
@@ -76,8 +76,8 @@ def test_the_faster_cap_on_bf16_logits_is_as_near_to_fp64_as_tanh(monkeypatch: p
 
 
 def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 256 * 1000)
-    monkeypatch.setitem(CACHED_LOGITS, "cpu", 50 * 1000)
+    monkeypatch.setitem(LOGITS_PER_CHUNK, "cpu", 256 * 1000)
+    monkeypatch.setitem(LOGITS_IN_CACHE, "cpu", 50 * 1000)
     hidden, head = torch.randn(4096, 16, requires_grad=True), head_of(torch.randn(1000, 16), softcap=3.0)
     targets = torch.randint(1000, (4096,))
     with TensorMemory() as memory:

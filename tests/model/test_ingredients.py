@@ -123,7 +123,7 @@ def test_the_norm_is_of_the_tokens_vectors_before_their_positions(kind: str, pos
 def test_values_are_mixed_with_those_of_the_first_layer():
     decoder, batch, first = trained("value_residual", qkv_bias=True), Batch(tokens(2), tokens(2), None), None
     with torch.no_grad():
-        inputs = [block.inputs for block in attention_blocks(decoder, batch, block=T)]
+        inputs = [block.inputs for block in attention_blocks(decoder, batch, block_size=T)]
         for layer, (layer_inputs, block) in enumerate(zip(inputs, decoder.blocks, strict=True)):
             expected = values = (
                 layer_inputs.x @ block.attention.qkv.weight[-24:].t() + block.attention.qkv.bias[-24:]
@@ -139,7 +139,7 @@ def test_values_are_mixed_with_those_of_the_first_layer():
 def test_a_model_starts_with_the_mean_of_both_values():
     decoder, batch = model(value_residual="first_layer"), Batch(tokens(2), tokens(2), None)
     with torch.no_grad():
-        inputs = [block.inputs for block in attention_blocks(decoder, batch, block=T)]
+        inputs = [block.inputs for block in attention_blocks(decoder, batch, block_size=T)]
         layer_values = [
             layer_inputs.x @ block.attention.qkv.weight[-C:].t()
             for layer_inputs, block in zip(inputs, decoder.blocks, strict=True)
@@ -176,7 +176,7 @@ def test_the_second_version_subtracts_the_map_of_a_second_query(normalizer: Opti
     attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0]))
     with torch.no_grad():
         decoder(batch.tokens)
-        chunk = next(iter(attention_blocks(decoder, batch, block=T)))
+        chunk = next(iter(attention_blocks(decoder, batch, block_size=T)))
         maps = (chunk.weights @ chunk.inputs.v).unflatten(1, (4, 2))
         factor = (chunk.inputs.x @ attention.difference.factor.weight.t()).sigmoid().transpose(1, 2).unsqueeze(-1)
         expected = (maps[:, :, 0] - factor * maps[:, :, 1]).transpose(1, 2).flatten(2)
@@ -204,7 +204,7 @@ def test_exclusive_outputs_are_orthogonal_to_the_tokens_own_values():
         for side in (decoder, plain):
             side.blocks[0].attention.out.register_forward_pre_hook(lambda module, inputs: outputs.append(inputs[0]))
             side(batch.tokens)
-        v = next(iter(attention_blocks(decoder, batch, block=T))).inputs.v.transpose(1, 2)
+        v = next(iter(attention_blocks(decoder, batch, block_size=T))).inputs.v.transpose(1, 2)
     y, plain_y = (x.unflatten(-1, (4, -1)) for x in outputs[:2])
     torch.testing.assert_close(y, plain_y - (plain_y * v).sum(-1, keepdim=True) * v / v.square().sum(-1, keepdim=True))
     assert float((y * v).sum(-1).abs().max()) < 1e-5

@@ -24,7 +24,7 @@ from lm.model.blocks import DecodingCache, ForwardContext, RMSNorm, rotate
 from lm.model.decoder import Decoder
 from lm.model.rope import rope_rotation
 from lm.model.spec import count_parameters, flops_per_token
-from lm.model.swapped import for_inference
+from lm.model.swapped import with_inference_setting
 
 
 def small(**changes: object) -> ModelConfig:
@@ -122,7 +122,7 @@ def test_an_inference_setting_makes_a_copy_that_shares_weights_and_leaves_the_mo
     model, tokens = make_decoder(name, block), torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0))
     changes = {"n": "fixed:7"} if "n" in vars(model.normalizers()[0].options) else {}
     before, state = model(tokens), torch.get_rng_state()
-    scaled_model = for_inference(model, InferenceSetting(Interpolation(), changes))
+    scaled_model = with_inference_setting(model, InferenceSetting(Interpolation(), changes))
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(scaled_model(tokens), before)
     assert torch.equal(model(tokens), before)
@@ -131,7 +131,7 @@ def test_an_inference_setting_makes_a_copy_that_shares_weights_and_leaves_the_mo
     assert all(copied[name] is originals[name] for name in copied)
     alike = make_decoder(name, block, changes)
     alike.load_state_dict(model.state_dict())
-    assert torch.equal(for_inference(alike, InferenceSetting(Interpolation()))(tokens), scaled_model(tokens))
+    assert torch.equal(with_inference_setting(alike, InferenceSetting(Interpolation()))(tokens), scaled_model(tokens))
 
 
 def settable(options: type) -> dict[str, object]:

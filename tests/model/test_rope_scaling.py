@@ -36,7 +36,7 @@ from lm.huggingface.fields import write_rope
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.rope import frequencies, rope_rotation
-from lm.model.swapped import for_inference
+from lm.model.swapped import with_inference_setting
 
 SCALINGS = [
     LinearScaling(factor=3.0),
@@ -102,17 +102,19 @@ def test_listed_layers_rotate_and_the_others_have_no_positions():
     tokens = torch.randint(60, (1, 30), generator=torch.Generator().manual_seed(0))
     rotates = [True, False, False]
     setting = InferenceSetting(InferenceYarn(4.0))
-    mixed = for_inference(Decoder(ModelConfig(n_layer=4, n_embd=48, position=Rope(layers=rotates)), 60, 16), setting)
-    for layer, block in enumerate(attention_blocks(mixed, Batch(tokens, tokens, None), block=30)):
+    mixed = with_inference_setting(
+        Decoder(ModelConfig(n_layer=4, n_embd=48, position=Rope(layers=rotates)), 60, 16), setting
+    )
+    for layer, block in enumerate(attention_blocks(mixed, Batch(tokens, tokens, None), block_size=30)):
         position = Rope() if rotates[layer % 3] else NoPosition()
         config = ModelConfig(n_layer=1, n_embd=48, position=position)
         single = Decoder(config, 60, 16)
-        single = for_inference(single, setting) if position.rotates else single
+        single = with_inference_setting(single, setting) if position.rotates else single
         attention = single.blocks[0].attention
         attention.load_state_dict(mixed.blocks[layer].attention.state_dict())
         _, context = single.embed(tokens)
         captured = []
-        attention(block.inputs.x, replace(context, layer_inputs=captured))
+        attention(block.inputs.x, replace(context, captured_inputs=captured))
         torch.testing.assert_close(captured[0].q, block.inputs.q)
         torch.testing.assert_close(captured[0].k, block.inputs.k)
 

@@ -16,7 +16,7 @@ from lm.errors import RunError
 from lm.files import read_json
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
-from lm.model.swapped import for_inference
+from lm.model.swapped import with_inference_setting
 from lm.plain import to_plain
 from lm.runs.folder import MODEL_JSON
 from lm.runs.loading import MODEL_FORMAT, save_model
@@ -47,7 +47,7 @@ def test_a_saved_model_is_loaded_unchanged(saved: Path):
     model, decoder = lm.load(saved), Decoder(MODEL, 400, 32, seed=5)
     assert torch.equal(model.decoder.logits(TOKENS), decoder.logits(TOKENS))
     assert model.spec == ModelSpec(MODEL, 400, 32)
-    assert ModelSpec.read(to_plain(model.spec)) == model.spec
+    assert ModelSpec.from_plain(to_plain(model.spec)) == model.spec
     assert (model.config, model.metadata, model.environment) == (None, {}, {})
     assert model.tokenizer.get_vocab_size() == 400
     assert sorted(path.name for path in saved.iterdir()) == sorted([*FILES, "model.yaml"])
@@ -87,7 +87,7 @@ def test_what_a_model_folder_can_not_hold_is_refused(tokenizer: Path, tmp_path: 
     with pytest.raises(RunError, match="has 400 tokens, the model 300"):
         save_model(decoder, tmp_path / "model", tokenizer)
     with pytest.raises(RunError, match="holds no inference setting"):
-        save_model(for_inference(decoder, InferenceSetting(ThetaFactor())), tmp_path / "model")
+        save_model(with_inference_setting(decoder, InferenceSetting(ThetaFactor())), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

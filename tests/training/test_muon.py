@@ -51,7 +51,7 @@ def parts(decoder: Decoder) -> dict[str, Tensor]:
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether bf16 counts as native, whatever this machine has."""
     native = request.param == "bf16 products"
-    monkeypatch.setattr("lm.training.optimizers.native_bf16_hardware", lambda accelerator: "yes" if native else "")
+    monkeypatch.setattr("lm.training.optimizers.describe_bf16_hardware", lambda accelerator: "yes" if native else "")
     return native
 
 
@@ -65,7 +65,7 @@ def test_each_projection_gets_the_update_of_torch_s_muon_alone(
     tiny, monkeypatch: pytest.MonkeyPatch, model: str, kind: str, elements: int
 ):
     monkeypatch.setattr("lm.training.optimizers.BATCH_ELEMENTS", elements)
-    monkeypatch.setattr("lm.training.optimizers.native_bf16_hardware", lambda accelerator: "as in torch's")
+    monkeypatch.setattr("lm.training.optimizers.describe_bf16_hardware", lambda accelerator: "as in torch's")
     options = OPTIONS[kind]
     decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=options))
     parts_alone = {name: nn.Parameter(part.clone()) for name, part in parts(decoder).items()}
