@@ -121,7 +121,7 @@ class DownstreamTasks(Measurement):
 
     def _task_rows(self, task: str, results: dict[str, Plain], adapter: "HFLM") -> Iterator[pd.DataFrame]:
         """Yield rows of a task's metrics from lm-eval's results. Reports also show how many requests were too long."""
-        cut_note = f", {adapter.n_cut:,} requests lost tokens on the left" if adapter.n_truncated else ""
+        cut_note = f", {adapter.n_truncated:,} requests lost tokens on the left" if adapter.n_truncated else ""
         for key, mean in results["results"][task].items():
             metric, has_filter, filter_name = key.partition(",")
             if not has_filter or metric.endswith("_stderr") or isinstance(mean, str):
