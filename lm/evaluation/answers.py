@@ -27,7 +27,7 @@ from lm.data.tasks import TaskError, TaskText, check_task, make_example
 from lm.diagnostics.attention_rows import HEAD_AXIS
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_rows, tokens_sha256, units_frame
-from lm.evaluation.held_out import LENGTH_AXIS, measure_sequences, metric_for_settings, setting_labels
+from lm.evaluation.held_out import LENGTH_AXIS, drop_single_setting, inference_setting_labels, measure_sequences
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
@@ -36,9 +36,9 @@ from lm.model.device import Device
 from lm.plain import Plain, distinct_names, to_plain
 from lm.runs.evaluations import NATS, Metric
 
-UnitValues = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
+ValuesAndUnits = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
-NEEDLE_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
+ATTENTION_NEEDLE_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 
 def answer_losses_and_hits(decoder: Decoder, held_out: HeldOutSequences, device: Device) -> np.ndarray:
@@ -109,24 +109,26 @@ ACCURACY = Metric(
 ANSWER_LOSS = Metric(unit=NATS, better="lower", quantity="loss of answers", units="questions", axis=LENGTH_AXIS)
 
 
-def accuracy_metric(metric: Metric, questions: int, chance: float | None, options: str) -> Metric:
+def accuracy_metric(metric: Metric, questions: int, chance: float | None, task_options: str) -> Metric:
     """Return an accuracy metric with the details of one task.
 
     Args:
         metric: the metric without these details.
         questions: number of questions at each length.
         chance: mean accuracy of guessing; None: unknown.
-        options: the task's options as JSON.
+        task_options: the task's options as JSON.
     """
     references = () if chance is None else (("chance", chance),)
-    return replace(metric, amount=f"{questions:,} different ones a length", references=references, options=options)
+    return replace(metric, amount=f"{questions:,} different ones a length", references=references, options=task_options)
 
 
-def rows_by_length(metric: Metric, lengths: list[int], samples: Sequence[UnitValues], **fields: str) -> pd.DataFrame:
+def rows_by_length(
+    metric: Metric, lengths: list[int], values_by_length: Sequence[ValuesAndUnits], **fields: str
+) -> pd.DataFrame:
     """Return the rows of a metric that was measured at each of `lengths`. fields: `task` and `setting`, as for
     `metric_rows`."""
-    points = zip(samples, lengths, strict=True)
-    return pd.concat(metric_rows(metric, *sample, [length], **fields) for sample, length in points)
+    points = zip(values_by_length, lengths, strict=True)
+    return pd.concat(metric_rows(metric, *values_and_units, [length], **fields) for values_and_units, length in points)
 
 
 class Recall(AnswerMeasurement):
@@ -142,7 +144,7 @@ class Recall(AnswerMeasurement):
 
     @classmethod
     def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
-        settings = setting_labels(cls.options_of(config).inference)
+        settings = inference_setting_labels(cls.options_of(config).inference)
         return super().placeholder_values(config) | {"SETTING": settings, "TASK": [*cls.tasks_of(config)]}
 
     @classmethod
@@ -152,11 +154,11 @@ class Recall(AnswerMeasurement):
         return dict(zip(distinct_names([to_plain(task) for task in tasks]), tasks, strict=True))
 
     @classmethod
-    def sequence_facts(cls, config: Config, metric: str) -> dict[str, Plain]:
+    def sequence_options(cls, config: Config, metric: str) -> dict[str, Plain]:
         tasks = {
             name: to_plain(task) for name, task in cls.tasks_of(config).items() if metric.startswith(f"recall/{name} ")
         }
-        return super().sequence_facts(config, metric) | {"tasks": tasks}
+        return super().sequence_options(config, metric) | {"tasks": tasks}
 
     def __init__(self, config: Config, store: Store):
         """Check the tasks. Raises ConfigError: a task does not fit into a length, or the held-out text is too short for
@@ -169,12 +171,12 @@ class Recall(AnswerMeasurement):
             self.check_fits(task, length, "length_factors", self.eval_config.sequences)
 
     @property
-    def options(self) -> dict[str, Plain]:
-        return super().options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
+    def further_options(self) -> dict[str, Plain]:
+        return super().further_options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
-        blocks, setting_metric = [], metric_for_settings(self.logged_metrics[0], self.eval_config.inference)
-        for (setting, model), (name, task) in product(self.inference_models(decoder), self.tasks.items()):
+        blocks, setting_metric = [], drop_single_setting(self.logged_metrics[0], self.eval_config.inference)
+        for (setting, model), (name, task) in product(self.decoders_by_setting(decoder), self.tasks.items()):
             options = to_plain(task)
             fields, options = {"task": options.pop("name"), "setting": setting}, json.dumps(options)
             samples = [self._recall_values(model, task, length, device) for length in self.lengths]
@@ -186,7 +188,7 @@ class Recall(AnswerMeasurement):
                 blocks.append(rows_by_length(metric, self.lengths, by_metric, **fields))
         return blocks
 
-    def _recall_values(self, decoder: Decoder, task: Task, length: int, device: Device) -> list[UnitValues]:
+    def _recall_values(self, decoder: Decoder, task: Task, length: int, device: Device) -> list[ValuesAndUnits]:
         """Return three measurements of each sequence: accuracy of whole answers, accuracy of answer tokens, and loss of
         answers.
         """
@@ -208,12 +210,12 @@ class Recall(AnswerMeasurement):
 
 
 @dataclass(frozen=True)
-class Trial:
+class NeedleTrial:
     """A trial is a question about a number in a text: the prompt and the correct answer."""
 
     prompt: np.ndarray  # (T,) int64
     answer: np.ndarray  # (A,) int64
-    number: str  # the correct number, in digits
+    correct_number: str  # the correct number, in digits
     number_span: tuple[int, int]  # [start, stop) in the prompt, of the number in its needle
     sequence_index: int  # index of its sequence, which other trials may share
 
@@ -223,24 +225,24 @@ class Trial:
 TRIAL_METRICS = (replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="exact", interval=True), ANSWER_LOSS)
 
 
-def trial_scores(decoder: Decoder, questions: list[Trial], length: int, text: TaskText) -> Tensor:
+def trial_scores(decoder: Decoder, trials: list[NeedleTrial], length: int, text: TaskText) -> Tensor:
     """Return scores (questions, metrics) fp32 of questions with equally long prompts, one column for each metric in
     `TRIAL_METRICS`.
 
     Each prompt is the beginning of a sequence of `length` tokens.
     """
-    prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(next(decoder.parameters()).device)
+    prompts = torch.from_numpy(np.stack([trial.prompt for trial in trials])).to(next(decoder.parameters()).device)
     cache = DecodingCache(length)
     first_logits = decoder.head(decoder(prompts, cache=cache, first_output=prompts.size(1) - 1)).float()  # (B, 1, V)
-    outputs = _greedy_tokens(decoder, first_logits, cache.fork(), max(len(trial.answer) for trial in questions) + 2)
-    answers = pad_sequence([torch.from_numpy(trial.answer) for trial in questions], True).to(prompts.device)  # (B, A)
+    outputs = _greedy_tokens(decoder, first_logits, cache.fork(), max(len(trial.answer) for trial in trials) + 2)
+    answers = pad_sequence([torch.from_numpy(trial.answer) for trial in trials], True).to(prompts.device)  # (B, A)
     logits = first_logits
     if answers.size(1) > 1:
         logits = torch.cat((logits, decoder.head(decoder(answers[:, :-1], cache=cache)).float()), 1)  # (B, A, V)
     nll = F.cross_entropy(logits.mT, answers, reduction="none")  # (B, A)
     score_rows = []
-    for trial, losses, tokens in zip(questions, nll, outputs.cpu().numpy(), strict=True):
-        exact = text.decode_answer(tokens).strip().startswith(trial.number)
+    for trial, losses, tokens in zip(trials, nll, outputs.cpu().numpy(), strict=True):
+        exact = text.decode_answer(tokens).strip().startswith(trial.correct_number)
         score_rows.append([float(exact), float(losses[: len(trial.answer)].mean())])
     return torch.tensor(score_rows)
 
@@ -256,20 +258,20 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
     return torch.cat(tokens, 1)
 
 
-def needle_trials(task: Needle, length: int, count: int, text: TaskText) -> list[Trial]:
+def needle_trials(task: Needle, length: int, count: int, text: TaskText) -> list[NeedleTrial]:
     """Return `count` questions about needles in test sequences of `length` tokens. They are the same for
     every model.
     """
-    trials: list[Trial] = []
+    trials: list[NeedleTrial] = []
     for index in range(-(-count // task.needles)):
         sequence = make_example(task, QUESTION_SEED, index, length, "test", text)
         for (start, stop), span in zip(sequence.answer_spans, sequence.evidence_spans, strict=True):
             answer = sequence.tokens[start:stop]
-            trials.append(Trial(sequence.tokens[:start], answer, text.decode(answer).strip(), tuple(span), index))
+            trials.append(NeedleTrial(sequence.tokens[:start], answer, text.decode(answer).strip(), tuple(span), index))
     return trials[:count]
 
 
-def attention_to_needle(decoder: Decoder, trial: Trial, length: int) -> Tensor:
+def attention_to_needle(decoder: Decoder, trial: NeedleTrial, length: int) -> Tensor:
     """Return each head's attention from the prompt's last token to the needle's number, (layers, H) fp32.
 
     The whole sequence has `length` tokens. The attention is the sum of weights on the number's tokens. arXiv 2501.19399
@@ -313,13 +315,13 @@ class NeedleMeasurement(AnswerMeasurement):
         self.tasks["no needle"] = replace(task, absent=True)
         for length in self.lengths:
             self.check_fits(task, length, "length_factors", options.trials)
-        self.heads_length = round((options.heads_at or 0) * config.data.seq_len)
+        self.attention_length = round((options.heads_at or 0) * config.data.seq_len)
         if options.heads_at:
-            self.check_fits(task, self.heads_length, "heads_at")
+            self.check_fits(task, self.attention_length, "heads_at")
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         blocks, head_blocks = [], []
-        for setting, model in self.inference_models(decoder):
+        for setting, model in self.decoders_by_setting(decoder):
             blocks += self._accuracy_rows(model, setting, device)
             head_blocks += self._attention_rows(model, setting, device) if self.eval_config.heads_at else []
         return blocks + head_blocks
@@ -360,51 +362,53 @@ class NeedleMeasurement(AnswerMeasurement):
             points = [(scores[:, [column]], units) for scores, units in samples[name]]
             yield rows_by_length(task_metric, self.lengths, points, task=name, setting=setting)
 
-    def _scored_trials(self, task: Needle, decoder: Decoder, length: int, device: Device) -> UnitValues:
+    def _scored_trials(self, task: Needle, decoder: Decoder, length: int, device: Device) -> ValuesAndUnits:
         """Return the scores (questions, metrics) of a task's questions in sequences of `length` tokens, and a frame
         with one row for each question (`_trial_units`)."""
-        questions = needle_trials(task, length, self.eval_config.trials, self.haystack)
+        trials = needle_trials(task, length, self.eval_config.trials, self.haystack)
 
         def measure(indices: list[int]) -> Tensor:
-            return trial_scores(decoder, [questions[index] for index in indices], length, self.haystack)
+            return trial_scores(decoder, [trials[index] for index in indices], length, self.haystack)
 
-        lengths = [len(trial.prompt) for trial in questions]
-        return measure_sequences([decoder], lengths, (len(TRIAL_METRICS),), device, measure), _trial_units(questions)
+        lengths = [len(trial.prompt) for trial in trials]
+        return measure_sequences([decoder], lengths, (len(TRIAL_METRICS),), device, measure), _trial_units(trials)
 
     def _attention_rows(self, decoder: Decoder, setting: str, device: Device) -> Iterator[pd.DataFrame]:
-        """Yield rows of each head's attention to the number, by trial, for needles at the depth `NEEDLE_DEPTH`."""
-        normalizers, length = decoder.normalizers(), self.heads_length
+        """Yield rows of each head's attention to the number, by trial, for needles at the depth
+        `ATTENTION_NEEDLE_DEPTH`.
+        """
+        normalizers, length = decoder.normalizers(), self.attention_length
         shape = len(normalizers), normalizers[0].layer.n_head
-        task = Needle(needles=1, distractors=self.eval_config.distractors, depth=NEEDLE_DEPTH)
-        questions = needle_trials(task, length, self.eval_config.trials, self.haystack)
+        task = Needle(needles=1, distractors=self.eval_config.distractors, depth=ATTENTION_NEEDLE_DEPTH)
+        trials = needle_trials(task, length, self.eval_config.trials, self.haystack)
 
         def measure(indices: list[int]) -> Tensor:
-            return torch.stack([attention_to_needle(decoder, questions[index], length) for index in indices])
+            return torch.stack([attention_to_needle(decoder, trials[index], length) for index in indices])
 
-        weights = measure_sequences([decoder], [len(trial.prompt) for trial in questions], shape, device, measure)
-        uniform = np.mean([(trial.number_span[1] - trial.number_span[0]) / len(trial.prompt) for trial in questions])
+        weights = measure_sequences([decoder], [len(trial.prompt) for trial in trials], shape, device, measure)
+        uniform = np.mean([(trial.number_span[1] - trial.number_span[0]) / len(trial.prompt) for trial in trials])
         metric = Metric(
             "", "fraction", "higher", quantity="attention to the number", units="questions", axis=HEAD_AXIS,
             references=(("uniform attention", float(uniform)),),
-            options=json.dumps({"length": length, "depth": NEEDLE_DEPTH}),
+            options=json.dumps({"length": length, "depth": ATTENTION_NEEDLE_DEPTH}),
         )  # fmt: skip
         for layer, values in enumerate(weights.swapaxes(0, 1).astype(float)):
             yield metric_rows(
-                metric, values, _trial_units(questions), [*range(shape[1])], task=f"layer {layer}", setting=setting
+                metric, values, _trial_units(trials), [*range(shape[1])], task=f"layer {layer}", setting=setting
             )
 
 
-def _trial_units(questions: list[Trial]) -> pd.DataFrame:
+def _trial_units(trials: list[NeedleTrial]) -> pd.DataFrame:
     """Return the questions as units of a measurement. Questions of one sequence are in one group, as they are not
     independent.
     """
-    sha256 = tokens_sha256(part for trial in questions for part in (trial.prompt, trial.answer))
-    return units_frame(sha256, np.array([trial.sequence_index for trial in questions]))
+    sha256 = tokens_sha256(part for trial in trials for part in (trial.prompt, trial.answer))
+    return units_frame(sha256, np.array([trial.sequence_index for trial in trials]))
 
 
-def _mean_over_depths(depths: Sequence[UnitValues]) -> UnitValues:
+def _mean_over_depths(scores_by_depth: Sequence[ValuesAndUnits]) -> ValuesAndUnits:
     """Return each trial's fraction of exact answers over all depths. Every depth asks the same questions."""
-    fractions = np.mean([scores[:, :1] for scores, _ in depths], axis=0)
-    hashes = "".join(units["sequences"].iloc[0] for _, units in depths)
+    fractions = np.mean([scores[:, :1] for scores, _ in scores_by_depth], axis=0)
+    hashes = "".join(units["sequences"].iloc[0] for _, units in scores_by_depth)
     sequences = hashlib.sha256(hashes.encode()).hexdigest()[:16]
-    return fractions, depths[0][1].assign(sequences=sequences)
+    return fractions, scores_by_depth[0][1].assign(sequences=sequences)

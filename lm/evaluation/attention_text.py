@@ -61,9 +61,9 @@ class ModelAttention:
     """This class holds one model's attention weights on the text, and the heads to show."""
 
     source: Path  # the model's folder
-    tokens: list[str]  # the text of each token; the first one begins the document
+    token_texts: list[str]  # the text of each token; the first one begins the document
     maps: np.ndarray  # (layers, H, T, T), as from `attention_maps`
-    heads: list[tuple[int, int]]  # (layer, head) of the shown heads
+    shown_heads: list[tuple[int, int]]  # (layer, head) of the shown heads
 
 
 def attention_pictures(models: Sequence[ModelAttention]) -> dict[str, bytes]:
@@ -71,27 +71,27 @@ def attention_pictures(models: Sequence[ModelAttention]) -> dict[str, bytes]:
 
     All maps share one logarithmic colour scale, which covers both signs if any weight is negative.
     """
-    weights = np.concatenate([model.maps[head].ravel() for model in models for head in model.heads])
+    weights = np.concatenate([model.maps[head].ravel() for model in models for head in model.shown_heads])
     weights = weights[np.isfinite(weights)]
     top = float(np.abs(weights).max(initial=0.0)) or 1.0
     norm, colours = LogNorm(top / 10**COLOUR_DECADES, top), "viridis"
     if (weights < 0).any():
         norm, colours = SymLogNorm(top / 10**COLOUR_DECADES, vmin=-top, vmax=top), "RdBu_r"
-    most_heads = max(len(model.heads) for model in models)
+    most_heads = max(len(model.shown_heads) for model in models)
     columns = math.ceil(math.sqrt(most_heads))  # of each model
     rows = -(-most_heads // columns)
     with matplotlib.rc_context(PLOT_SETTINGS | {"axes.grid": False}):
         figure = Figure(figsize=(4 * columns * len(models), 4 * rows), layout="constrained")
         grid = figure.subplots(rows, columns * len(models), squeeze=False)
         for number, model in enumerate(models):
-            for place, (layer, head) in enumerate(model.heads):
+            for place, (layer, head) in enumerate(model.shown_heads):
                 axes = grid[place // columns, number * columns + place % columns]
                 image = axes.imshow(np.clip(model.maps[layer, head], norm.vmin, norm.vmax), colours, norm)
                 title = f"{model.source.resolve().name}\n" * (place == 0) + f"layer {layer}, head {head}"
                 axes.set(title=title, xlabel="key", ylabel="query")
-                if len(model.tokens) <= MAX_LABELLED_TOKENS:
+                if len(model.token_texts) <= MAX_LABELLED_TOKENS:
                     # a dot for each space, and escapes for what can't be seen
-                    labels = [repr(token)[1:-1].replace(" ", "\u00b7") or "-" for token in model.tokens]
+                    labels = [repr(token)[1:-1].replace(" ", "\u00b7") or "-" for token in model.token_texts]
                     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6)
                     axes.set_yticks(range(len(labels)), labels, fontsize=6)
         for axes in grid.flat:
@@ -126,7 +126,7 @@ def write_attention(
     files = {path: table_bytes([cell for model in models for cell in weight_rows(model)], path)}
     files |= {path.with_suffix(suffix): content for suffix, content in attention_pictures(models).items()}
     write_together(files)
-    lines = [f"{model.source}: {len(model.tokens)} tokens, {len(model.heads)} heads" for model in models]
+    lines = [f"{model.source}: {len(model.token_texts)} tokens, {len(model.shown_heads)} heads" for model in models]
     return [*lines, *map(str, files)]
 
 
@@ -171,11 +171,11 @@ def model_attention(model: LoadedModel, text: str, layers: IndexList, heads: Ind
 
 def weight_rows(model: ModelAttention) -> Iterator[dict[str, Plain]]:
     """Yield a table row for each weight of the shown heads on a key that the query sees."""
-    for layer, head in model.heads:
+    for layer, head in model.shown_heads:
         weights = model.maps[layer, head]
         for query, key in np.argwhere(np.isfinite(weights)).tolist():
             yield {
                 "run": str(model.source), "layer": layer, "head": head, "query": query,
-                "key": key, "query_token": model.tokens[query], "key_token": model.tokens[key],
+                "key": key, "query_token": model.token_texts[query], "key_token": model.token_texts[key],
                 "weight": float(weights[query, key]),
             }  # fmt: skip

@@ -49,7 +49,7 @@ STATISTIC_GROUPS: dict[str, Callable[[], Statistics]] = {
     "sparsity": sparsity_statistics,
     "limits": limit_statistics,
 }
-UNDEFINED_FRACTIONS = (
+UNDEFINED_ROW_FRACTIONS = (
     Statistic(NOT_FINITE_FRACTION, "fraction", lambda rows: None),
     Statistic(NO_WEIGHT_FRACTION, "fraction", lambda rows: None),
 )
@@ -121,8 +121,8 @@ class Diagnostics(Measurement):
         self.held_out = [diagnostic_sequences(store, config, self.eval_config)]
 
     @property
-    def options(self) -> dict[str, Plain]:
-        return super().options | {"untrained_seed": self.config.seed}
+    def further_options(self) -> dict[str, Plain]:
+        return super().further_options | {"untrained_seed": self.config.seed}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), seed = self.held_out, self.config.seed
@@ -163,7 +163,7 @@ def diagnostic_rows(
             values_by_model[label] = measures.split_vectors(vectors)
     return [
         block
-        for statistic in (*measures.query_statistics, *UNDEFINED_FRACTIONS, *measures.query_sums)
+        for statistic in (*measures.query_statistics, *UNDEFINED_ROW_FRACTIONS, *measures.query_sums)
         for block in _statistic_rows(statistic, values_by_model, held_out, fingerprint, decoder.seq_len, len(queries))
     ]
 
@@ -189,7 +189,7 @@ def _statistic_rows(
     arrays = {model: (values.by_query | values.by_head)[name] for model, values in values_by_model.items()}
     if not any(np.isfinite(array).any() for array in arrays.values()):
         return
-    has_curve = isinstance(statistic, Statistic) and statistic not in UNDEFINED_FRACTIONS
+    has_curve = isinstance(statistic, Statistic) and statistic not in UNDEFINED_ROW_FRACTIONS
     bins = half_octaves(values_by_model[trained].n, train_length) if has_curve else []
     reported = {
         "title": f"Attention: {name}", "measured_on": "held-out sequences of diagnostics",

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 BATCH_TOKENS = 2**14  # most tokens of a batch of sequences of the training length
-TASK_FILES = (".yaml", ".yml")
+TASK_FILE_SUFFIXES = (".yaml", ".yml")
 
 
 @cache
-def _adapter_class() -> type["HFLM"]:
+def _lm_eval_adapter_class() -> type["HFLM"]:
     """Return a subclass of lm-eval's HFLM that counts truncated requests and handles the token that starts a document.
 
     A whole text is scored after exactly one such token. Importing lm-eval takes seconds, so the class is made when
@@ -77,17 +77,17 @@ class DownstreamTasks(Measurement):
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
-        self.names, self.manager = find_tasks(self.eval_config.tasks)
+        self.task_names, self.task_manager = find_tasks(self.eval_config.tasks)
 
     @property
-    def options(self) -> dict[str, Plain]:
+    def further_options(self) -> dict[str, Plain]:
         end_tokens = [*self.config.data.tokenizer.end_tokens]
-        return super().options | {"lm_eval": importlib.metadata.version("lm_eval"), "end_tokens": end_tokens}
+        return super().further_options | {"lm_eval": importlib.metadata.version("lm_eval"), "end_tokens": end_tokens}
 
     @property
-    def facts_are_complete(self) -> bool:
+    def is_cacheable(self) -> bool:
         # a task file of the user may read files that are not known here
-        return not any(name.endswith(TASK_FILES) for name in self.names)
+        return not any(name.endswith(TASK_FILE_SUFFIXES) for name in self.task_names)
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         from lm.huggingface.exporting import transformers_model  # each run imports this module, few measure tasks
@@ -99,12 +99,12 @@ class DownstreamTasks(Measurement):
             spec = ModelSpec.from_decoder(decoder, store.manifest["end_of_text"]["token"], end_tokens)
             model, tokenizer = transformers_model(LoadedModel(decoder, spec, store.tokenizer(), store.path))
             seq_len, precision = self.config.data.seq_len, torch.bfloat16 if device.bf16 else None
-            for name in self.names:
-                adapter = _adapter_class()(
+            for name in self.task_names:
+                adapter = _lm_eval_adapter_class()(
                     model, tokenizer=tokenizer, max_length=seq_len, mixed_precision_dtype=precision,
                     batch_size=max(1, BATCH_TOKENS // seq_len),
                 )  # fmt: skip
-                if results := _lm_eval_results(adapter, name, self.manager, self.eval_config.limit):
+                if results := _lm_eval_results(adapter, name, self.task_manager, self.eval_config.limit):
                     task_frames = (self._task_rows(task, results, adapter) for task in results["samples"])
                     blocks.extend(chain.from_iterable(task_frames))
             return torch.zeros(1)
@@ -145,8 +145,8 @@ class DownstreamTasks(Measurement):
             yield metric_rows(lm_metric, *measured, task=task)
 
 
-def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
-    """Return the names of tasks, groups and task files that match the patterns `tasks`, and lm-eval's task manager.
+def find_tasks(patterns: list[str]) -> tuple[list[str], "TaskManager"]:
+    """Return the names of tasks, groups and task files that match the patterns `patterns`, and lm-eval's task manager.
 
     Reading lm-eval's 14,000 tasks takes a quarter of a minute; task files don't need them.
 
@@ -157,8 +157,8 @@ def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
     except ModuleNotFoundError as error:
         raise RunError(f"downstream tasks: {error.name} is not installed; pip install 'lm-eval[hf]>=0.4.13'") from None
 
-    manager, names = TaskManager(include_defaults=not all(task.endswith(TASK_FILES) for task in tasks)), []
-    for task in tasks:
+    manager, names = TaskManager(include_defaults=not all(task.endswith(TASK_FILE_SUFFIXES) for task in patterns)), []
+    for task in patterns:
         path = expand_home(task)
         matches = [str(path)] if path.is_file() else sorted(manager.match_tasks([task]))
         if not matches:
@@ -168,7 +168,9 @@ def find_tasks(tasks: list[str]) -> tuple[list[str], "TaskManager"]:
     return [*dict.fromkeys(names)], manager
 
 
-def _lm_eval_results(adapter: "HFLM", name: str, manager: "TaskManager", limit: int | None) -> dict[str, Plain] | None:
+def _lm_eval_results(
+    adapter: "HFLM", name: str, task_manager: "TaskManager", limit: int | None
+) -> dict[str, Plain] | None:
     """Return lm-eval's results for a task or group, with the results for each document; None on all ranks but the
     first.
 
@@ -178,7 +180,7 @@ def _lm_eval_results(adapter: "HFLM", name: str, manager: "TaskManager", limit: 
 
     try:
         return simple_evaluate(
-            model=adapter, tasks=[name], task_manager=manager, limit=limit, log_samples=True,
+            model=adapter, tasks=[name], task_manager=task_manager, limit=limit, log_samples=True,
             # standard errors are computed from documents, where needed
             bootstrap_iters=0,
         )  # fmt: skip

@@ -57,11 +57,11 @@ def evaluate_runs(
     """
     changes = command_overrides(command, [*overrides])
     # paths of configurations, and of models, each once
-    files = [path for path in sources if path.suffix in (".yaml", ".yml")]
-    sources = [path for path in dict.fromkeys(sources) if path not in files]
+    config_files = [path for path in sources if path.suffix in (".yaml", ".yml")]
+    sources = [path for path in dict.fromkeys(sources) if path not in config_files]
     if not sources:
         raise ConfigError(
-            f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too"
+            f"{config_files[0]}: a configuration, not a model: name the run folders or model folders to measure, too"
         )
     results: list[EvaluationResult] = []
     for source in sources:
@@ -73,8 +73,8 @@ def evaluate_runs(
             if not source.exists():
                 require_run(source)  # raises, and names the run that may be meant
             model = load(source, checkpoint)
-        config = command_config(changes, measurement_config(model, files), command)
-        model, store = open_store(model, config, files)
+        config = config_for_command(changes, measurement_config(model, config_files), command)
+        model, store = open_store(model, config, config_files)
         kinds = ["diagnostics"] if command == "diagnose" else None
         folder = source if source.is_dir() else model.folder
         device = open_device(config, model.environment)
@@ -82,7 +82,7 @@ def evaluate_runs(
     return results
 
 
-def command_config(changes: dict[str, Plain], config: Config, command: Literal["eval", "diagnose"]) -> Config:
+def config_for_command(changes: dict[str, Plain], config: Config, command: Literal["eval", "diagnose"]) -> Config:
     """Return a configuration with `changes`. For `diagnose` its `eval` keeps only the validation and the diagnostics.
 
     Options of other evaluations may not suit the model.
@@ -98,20 +98,22 @@ def command_config(changes: dict[str, Plain], config: Config, command: Literal["
     return parse_config(merge(changed, {"eval": {"diagnostics": {}}}))
 
 
-def measurement_config(model: LoadedModel, files: Sequence[Path]) -> Config:
+def measurement_config(model: LoadedModel, config_files: Sequence[Path]) -> Config:
     """Return the configuration by which a model is measured: the configuration of its run or, for a model without a run
-    folder, one with the text in `files`.
+    folder, one with the text in `config_files`.
 
     Raises RunError: a run is to be measured on another text, or a model has neither a run nor a text.
     """
     is_run = (model.folder / CONFIG).is_file()
-    if files and is_run:
-        reason = f"it is measured on its own held-out text, not on that of {files[0]}; leave that out"
+    if config_files and is_run:
+        reason = f"it is measured on its own held-out text, not on that of {config_files[0]}; leave that out"
         raise RunError(f"{model.folder}: of a run: {reason}")
-    if not files and model.config is None:
+    if not config_files and model.config is None:
         remedy = "name a configuration of text beside it, such as configs/sotu.yaml"
         raise RunError(f"{model.path}: has no training run behind it, on whose text it could be measured; {remedy}")
-    return text_config(model, files) if files else read_config(model.folder) if is_run else model.config
+    return (
+        config_with_text(model, config_files) if config_files else read_config(model.folder) if is_run else model.config
+    )
 
 
 def evaluate_model(
@@ -137,17 +139,17 @@ def evaluate_model(
     return results
 
 
-def open_store(model: LoadedModel, config: Config, files: Sequence[Path]) -> tuple[LoadedModel, Store]:
+def open_store(model: LoadedModel, config: Config, config_files: Sequence[Path]) -> tuple[LoadedModel, Store]:
     """Return the model and the token store to measure it on.
 
     The store is the one that the model was trained on: it is found by its fingerprint, or rebuilt from the sources if
-    its files are gone. With `files`, the store holds the text of `config` (from `text_config`), and the returned model
-    counts as trained for 0 steps on this text.
+    its files are gone. With `config_files`, the store holds the text of `config` (from `config_with_text`), and the
+    returned model counts as trained for 0 steps on this text.
 
     Raises RunError: no store has these tokens, and the sources are gone or give other tokens. Raises other LMErrors:
     the text can't be prepared, or is shorter than the model's training sequences.
     """
-    if files:
+    if config_files:
         store = prepare(config.data, progress=True)
         check_text_lengths(store, config)
         spec = model.spec
@@ -185,20 +187,21 @@ def open_device(config: Config, environment: dict[str, Plain]) -> Device:
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
 
 
-def text_config(model: LoadedModel, files: Sequence[Path]) -> Config:
-    """Return a configuration with the model's shape, tokenizer and training length, and with the text of `files`.
+def config_with_text(model: LoadedModel, config_files: Sequence[Path]) -> Config:
+    """Return a configuration with the model's shape, tokenizer and training length, and with the text of
+    `config_files`.
 
-    Seed, `eval` and the keys of `trainer` that `lm eval` reads have their values in `files`, or defaults without
-    `files`; tasks are left out. The configuration is not checked against the model's limits, such as learned positions.
-    Overrides may still change it, and `parse_config` then checks the result.
+    Seed, `eval` and the keys of `trainer` that `lm eval` reads have their values in `config_files`, or defaults without
+    `config_files`; tasks are left out. The configuration is not checked against the model's limits, such as learned
+    positions. Overrides may still change it, and `parse_config` then checks the result.
 
     Raises ConfigError: a configuration is wrong or has no text. Raises RunError: the model has no tokenizer.
     """
     model.tokenizer_and_start()
-    base, spec = load_config([str(path) for path in files]) if files else Config(), model.spec
+    base, spec = load_config([str(path) for path in config_files]) if config_files else Config(), model.spec
     if base.data.symbolic:
         reason = f"its sequences are symbols, which {model.path} does not know"
-        raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])
+        raise ConfigError([Problem("data.tasks", str(config_files[-1]), reason, "name a configuration of text")])
     tokenizer = TokenizerFile(
         path=str(model.folder / TOKENIZER), end_of_text=spec.end_of_text, end_tokens=spec.end_tokens
     )

@@ -221,7 +221,7 @@ class Measurement(ABC):
         return config.eval.kinds.get(cls.kind, Timing())
 
     @classmethod
-    def sequence_facts(cls, config: Config, metric: str) -> dict[str, Plain]:
+    def sequence_options(cls, config: Config, metric: str) -> dict[str, Plain]:
         """Return the options that decide on which sequences a metric is measured, {name: value}.
 
         Arms of an experiment that differ in them can't be compared.
@@ -235,7 +235,7 @@ class Measurement(ABC):
         return self.options_of(self.config)
 
     @property
-    def options(self) -> dict[str, Plain]:
+    def further_options(self) -> dict[str, Plain]:
         """Return further values that decide the result, {name: value}, beside the keys of `eval`, weights, precision
         and data.
 
@@ -246,11 +246,11 @@ class Measurement(ABC):
         return {"seq_len": data.seq_len, "documents": data.documents, "sequences_sha256": sha256}
 
     @property
-    def facts_are_complete(self) -> bool:
+    def is_cacheable(self) -> bool:
         """Return whether `facts` holds everything that decides the results, so that a result can be used again."""
         return True
 
-    def inference_models(self, decoder: Decoder) -> Iterator[tuple[str, Decoder]]:
+    def decoders_by_setting(self, decoder: Decoder) -> Iterator[tuple[str, Decoder]]:
         """Yield (label, decoder) for each inference setting that applies to the decoder's normalizer, such as `theta x
         50`.
         """
@@ -269,7 +269,7 @@ class Measurement(ABC):
         `Evaluation`.
         """
         facts = {
-            "options": self.options,
+            "options": self.further_options,
             "asked": self.config.eval.measurement_options(self.kind),
             "data_fingerprint": self.fingerprint,
             "precision": "32" if self.measures_in_fp32 else device.precision,
@@ -308,4 +308,4 @@ class Measurement(ABC):
             Progress().say(f"note: {path}: not as it was written: measured again")
             return None
         is_same = all(getattr(evaluation, name) == value for name, value in self.facts(weights, device).items())
-        return evaluation if is_same and self.facts_are_complete else None
+        return evaluation if is_same and self.is_cacheable else None

@@ -97,11 +97,11 @@ def long_sequences(store: Store, config: Config) -> HeldOutSequences:
 def measure_sequences(
     models: list[Decoder],
     lengths: Sequence[int],
-    shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
     device: Device,
     measure: Callable[[list[int]], Tensor],
 ) -> np.ndarray:
-    """Return values of each sequence, (N, *shape) fp32, that `measure` computes in batches.
+    """Return values of each sequence, (N, *value_shape) fp32, that `measure` computes in batches.
 
     All ranks call this function. The sequences are split over the ranks, and every rank returns all values. Models are
     in evaluation mode, without gradients. Autocast is off unless `measure` turns it on.
@@ -110,11 +110,11 @@ def measure_sequences(
         models: models that `measure` runs.
         lengths: tokens in each sequence, (N,). Sequences of one length share batches of up to `MAX_BATCH_TOKENS`
             tokens.
-        measure: function from indices of sequences of one length to their values, (indices, *shape).
+        measure: function from indices of sequences of one length to their values, (indices, *value_shape).
     """
 
     def rank_values() -> Tensor:
-        result, by_length = torch.zeros(len(lengths), *shape), {}
+        result, by_length = torch.zeros(len(lengths), *value_shape), {}
         for index in range(device.rank, len(lengths), device.world_size):
             by_length.setdefault(lengths[index], []).append(index)
         with Progress("auto" if device.progress_label else "none").bar(device.progress_label, len(lengths)) as bar:
@@ -154,31 +154,31 @@ def bits_per_byte(nll: np.ndarray, held_out: HeldOutSequences) -> float:
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
-def bucket_edges(seq_len: int, length: int) -> np.ndarray:
+def bucket_edges(train_length: int, length: int) -> np.ndarray:
     """Return the edges of position buckets from 0 to `length`, four buckets per octave.
 
-    There are edges at `seq_len` x 2^i for whole numbers i.
+    There are edges at `train_length` x 2^i for whole numbers i.
     """
-    quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)
-    edges = np.unique(np.rint(seq_len * 2.0 ** (quarters / 4)).astype(int))
+    quarters = np.arange(-4 * math.ceil(math.log2(train_length)), 4 * math.ceil(math.log2(length / train_length)) + 1)
+    edges = np.unique(np.rint(train_length * 2.0 ** (quarters / 4)).astype(int))
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))
 
 
-def position_bucket_columns(held_out: HeldOutSequences, values: np.ndarray, seq_len: int) -> dict[str, object]:
+def position_bucket_means(held_out: HeldOutSequences, values: np.ndarray, train_length: int) -> dict[str, object]:
     """Return arguments of `metric_rows` for `values` (N, length): each sequence's mean in each bucket of positions, and
     where the buckets start and end.
     """
-    edges = bucket_edges(seq_len, held_out.length)
+    edges = bucket_edges(train_length, held_out.length)
     by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
     return {"values": by_bucket, "x": edges[:-1].tolist(), "until": edges[1:].tolist()}
 
 
-def setting_labels(settings: Sequence[InferenceSetting]) -> list[str]:
+def inference_setting_labels(settings: Sequence[InferenceSetting]) -> list[str]:
     """Return the labels of inference settings for names of metrics; one empty label if there is only one setting."""
     return [setting.label for setting in settings] if len(settings) > 1 else [""]
 
 
-def metric_for_settings(metric: Metric, settings: Sequence[InferenceSetting]) -> Metric:
+def drop_single_setting(metric: Metric, settings: Sequence[InferenceSetting]) -> Metric:
     """Return the metric, without the word {SETTING} in its name if there is only one inference setting."""
     return metric if len(settings) > 1 else metric.fill_name(SETTING="")
 
@@ -190,11 +190,11 @@ LENGTH_AXIS = Axis("sequence length", "tokens", "in sequences of")
 # ---------------------------------------------------------------- loss
 
 
-# nats per token: `unigram_level` is no bound up to this relative entropy of the store's fractions to the weights
+# nats per token: `unigram_reference` is no bound up to this relative entropy of the store's fractions to the weights
 UNIGRAM_TOLERANCE = 0.002
 
 
-def unigram_level(store: Store, data: DataConfig) -> tuple[tuple[str, float], ...]:
+def unigram_reference(store: Store, data: DataConfig) -> tuple[tuple[str, float], ...]:
     """Return the held-out loss of a model that knows only the training mixture's token frequencies.
 
     The result has the form of `Metric.references`: a name, and the loss in nats per token. It is empty if all text has
@@ -220,14 +220,17 @@ class Validation(Measurement):
     """
 
     kind = VALIDATION
-    _titles: ClassVar = {"title": "Validation at the training length", "measured_on": "validation sequences"}
+    _shared_metric_fields: ClassVar = {
+        "title": "Validation at the training length",
+        "measured_on": "validation sequences",
+    }
     logged_metrics = (
         Metric(LOSS, NATS, "lower", "loss at the training length on all held-out text, or on tasks' answers", LOSS,
-            "documents", True, **_titles),
+            "documents", True, **_shared_metric_fields),
         Metric(f"{LOSS} {{PART}}", NATS, "lower", "the same on one source of a mixture, or one task", LOSS,
             "documents"),
         Metric("val/bits_per_byte", "bits per byte", "lower", "the same in bits per byte of text",
-            "val/bits_per_byte", **_titles),
+            "val/bits_per_byte", **_shared_metric_fields),
     )  # fmt: skip
 
     def __init__(self, config: Config, store: Store):
@@ -239,7 +242,7 @@ class Validation(Measurement):
         return ValidationTiming(every=config.validation_every)
 
     @classmethod
-    def part_names(cls, config: Config) -> list[str]:
+    def source_or_task_names(cls, config: Config) -> list[str]:
         """Return the names of a mixture's sources, or of the tasks over symbols; an empty list if there is only one."""
         data = config.data
         names = distinct_names([to_plain(task.task) for task in data.tasks]) if data.symbolic else source_labels(data)
@@ -248,19 +251,21 @@ class Validation(Measurement):
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
         loss, part_loss, bits = cls.logged_metrics
-        parts = [part_loss.fill_name(PART=name) for name in cls.part_names(config)]
+        parts = [part_loss.fill_name(PART=name) for name in cls.source_or_task_names(config)]
         return [loss, *parts, *[bits] * (not config.data.symbolic)]
 
     @classmethod
-    def sequence_facts(cls, config: Config, metric: str) -> dict[str, Plain]:
+    def sequence_options(cls, config: Config, metric: str) -> dict[str, Plain]:
         tasks: list[Plain] = [to_plain(task) for task in config.data.tasks] if config.data.symbolic else []
-        return super().sequence_facts(config, metric) | {"data.tasks": tasks}
+        return super().sequence_options(config, metric) | {"data.tasks": tasks}
 
     @property
-    def options(self) -> dict[str, Plain]:
+    def further_options(self) -> dict[str, Plain]:
         data = self.config.data
         # which the store's fingerprint leaves out
-        return super().options | {"weights": [item.weight for item in (data.tasks if data.symbolic else data.sources)]}
+        return super().further_options | {
+            "weights": [item.weight for item in (data.tasks if data.symbolic else data.sources)]
+        }
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), data = self.held_out, self.config.data
@@ -269,10 +274,12 @@ class Validation(Measurement):
         units = sequences.units(self.fingerprint, counts=True)
         loss, part_loss, bits = self.logged_metrics
         amount = sequences.size_text + ", nats per token of the answers" * data.symbolic
-        blocks = [metric_rows(replace(loss, amount=amount, references=unigram_level(self.store, data)), means, units)]
+        blocks = [
+            metric_rows(replace(loss, amount=amount, references=unigram_reference(self.store, data)), means, units)
+        ]
         if not data.symbolic:
             blocks.append(metric_rows(replace(bits, amount=amount), bits_per_byte(nll, sequences)))
-        for number, name in enumerate(self.part_names(self.config)):
+        for number, name in enumerate(self.source_or_task_names(self.config)):
             if (part := sequences.sources == number).any():
                 blocks.append(metric_rows(part_loss, means[part], units[part], task=name))
         return blocks
@@ -282,15 +289,15 @@ class OtherTexts(Measurement):
     """This evaluation measures the loss at the training length on each text of `eval.texts.of`, as validation does."""
 
     kind = "texts"
-    _shared_fields: ClassVar = {
+    _shared_metric_fields: ClassVar = {
         "title": "Other texts, at the training length",
         "measured_on": "sequences of other texts",
     }
     logged_metrics = (
         Metric("text/{NAME}/loss", NATS, "lower", "loss at the training length on another text", "loss", "documents",
-            True, **_shared_fields),
+            True, **_shared_metric_fields),
         Metric("text/{NAME}/bits_per_byte", "bits per byte", "lower", "the same in bits per byte", "bits per byte",
-            **_shared_fields),
+            **_shared_metric_fields),
     )  # fmt: skip
 
     @classmethod
@@ -359,9 +366,9 @@ class LongContext(Measurement):
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), blocks = self.held_out, []
         metric, units = replace(self.logged_metrics[0], amount=sequences.size_text), sequences.units(self.fingerprint)
-        for label, model in self.inference_models(decoder):
+        for label, model in self.decoders_by_setting(decoder):
             nll = nll_by_token(model, sequences, device)
-            columns = position_bucket_columns(sequences, nll, self.config.data.seq_len)
+            columns = position_bucket_means(sequences, nll, self.config.data.seq_len)
             blocks.append(metric_rows(metric, units=units, setting=label, **columns))
             bits = Metric(better="lower", quantity="bits per byte")
             blocks.append(metric_rows(bits, bits_per_byte(nll, sequences), setting=label))
@@ -386,7 +393,7 @@ class LossByLength(Measurement):
     @classmethod
     def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
         options = cls.options_of(config)
-        return {"SETTING": setting_labels(options.inference), "LENGTH": sorted(options.lengths)}
+        return {"SETTING": inference_setting_labels(options.inference), "LENGTH": sorted(options.lengths)}
 
     def __init__(self, config: Config, store: Store):
         """Choose the sequences. Raises ConfigError: the held-out text is shorter than the longest length."""
@@ -410,8 +417,8 @@ class LossByLength(Measurement):
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         stretches, blocks = self.held_out[-1], []
         metric, units = replace(self.logged_metrics[0], amount=stretches.size_text), stretches.units(self.fingerprint)
-        metric = metric_for_settings(metric, self.eval_config.inference)
-        for label, model in self.inference_models(decoder):
+        metric = drop_single_setting(metric, self.eval_config.inference)
+        for label, model in self.decoders_by_setting(decoder):
             losses = [nll_by_token(model, cut, device) for cut in self.held_out]
             by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
             blocks.append(metric_rows(metric, np.stack(by_stretch, 1), units, self.lengths, setting=label))
@@ -456,22 +463,22 @@ class SwapMeasurement(Measurement):
     """
 
     kind = "swap"
-    _shared_fields: ClassVar = {
+    _shared_metric_fields: ClassVar = {
         "unit": NATS, "better": "lower", "units": "documents", "interval": True, "axis": LENGTH_AXIS,
         "measured_on": "sequences around the swap",
     }  # fmt: skip
     logged_metrics = (  # at the training length
         Metric("swap/loss_before", meaning="loss before a swap between phases", quantity="loss before",
-            **_shared_fields),
+            **_shared_metric_fields),
         Metric("swap/loss_after", meaning="loss after it, on the same sequences", quantity="loss after",
-            **_shared_fields),
+            **_shared_metric_fields),
         Metric("swap/kl", meaning="divergence of the new distribution from the old", quantity="KL divergence",
-            title="KL divergence at the swap of the normalizer", **_shared_fields,
+            title="KL divergence at the swap of the normalizer", **_shared_metric_fields,
             caption="KL divergence at the swap, by sequence length"),
     )  # fmt: skip
-    _loss_change: ClassVar = Metric(
+    _loss_change_metric: ClassVar = Metric(
         quantity="change of loss", title="Change of loss at the swap of the normalizer",
-        caption="change of loss at the swap, by sequence length", **_shared_fields,
+        caption="change of loss at the swap, by sequence length", **_shared_metric_fields,
     )  # fmt: skip
 
     def __init__(self, config: Config, store: Store, old: Decoder):
@@ -479,9 +486,9 @@ class SwapMeasurement(Measurement):
         self.old_decoder, self.held_out = old, swap_sequences(store, config)
 
     @property
-    def options(self) -> dict[str, Plain]:
+    def further_options(self) -> dict[str, Plain]:
         label, weights = self.old_decoder.config.normalizer.label(), weights_sha256(self.old_decoder.state_dict())
-        return super().options | {"before": label, "weights_before_sha256": weights}
+        return super().further_options | {"before": label, "weights_before_sha256": weights}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         old, blocks = self.old_decoder.to(device.device), []
@@ -492,7 +499,7 @@ class SwapMeasurement(Measurement):
             before, after, kl = token_losses_and_kl(old, decoder, sequences, device)
             units = sequences.units(self.fingerprint, counts=True)
             for metric, values in zip(
-                (*self.logged_metrics, self._loss_change), (before, after, kl, after - before), strict=True
+                (*self.logged_metrics, self._loss_change_metric), (before, after, kl, after - before), strict=True
             ):
                 swap_metric = replace(metric, amount=amount)
                 block = metric_rows(swap_metric, sequences.sequence_means(values), units, [length])

@@ -57,7 +57,7 @@ class CallbackMeasurement(Measurement):
         return blocks
 
 
-MEASUREMENTS = (  # in the order in which they are made; of callbacks last, as it has metrics of any name
+MEASUREMENT_CLASSES = (  # in the order in which they are made; of callbacks last, as it has metrics of any name
     Validation, LongContext, LossByLength, OtherTexts, Recall, NeedleMeasurement, Diagnostics, DownstreamTasks,
     CallbackMeasurement,
 )  # fmt: skip
@@ -69,7 +69,9 @@ def measurements(config: Config, store: Store, kinds: Sequence[str] | None = Non
     Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
     """
     wanted = config.eval.wanted_kinds(config.data)
-    return [each(config, store) for each in MEASUREMENTS if each.kind in wanted and each.kind in (kinds or wanted)]
+    return [
+        each(config, store) for each in MEASUREMENT_CLASSES if each.kind in wanted and each.kind in (kinds or wanted)
+    ]
 
 
 def metrics_of(config: Config) -> list[Metric]:
@@ -83,16 +85,16 @@ def metrics_of(config: Config) -> list[Metric]:
     return [*in_training, *chain(*(kind.metrics(config) for kind in _measurement_classes(config)))]
 
 
-def is_lm_metric_name(name: str) -> bool:
+def is_reserved_metric_name(name: str) -> bool:
     """Return whether lm itself logs a metric of this name, so that no user's callback may log it."""
-    lm_metrics = chain(TRAINING_METRICS, *(kind.logged_metrics for kind in MEASUREMENTS[:-1]))
+    lm_metrics = chain(TRAINING_METRICS, *(kind.logged_metrics for kind in MEASUREMENT_CLASSES[:-1]))
     return name in ("step", "tokens") or any(metric.is_logged_as(name) for metric in lm_metrics)
 
 
 def _measurement_classes(config: Config) -> list[type[Measurement]]:
     """Return the kinds of evaluation that a configuration asks for, including the metrics of callbacks."""
     kinds = [*config.eval.wanted_kinds(config.data), *[CallbackMeasurement.kind] * bool(config.trainer.callbacks)]
-    return [measurement for measurement in MEASUREMENTS if measurement.kind in kinds]
+    return [measurement for measurement in MEASUREMENT_CLASSES if measurement.kind in kinds]
 
 
 def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
@@ -126,7 +128,7 @@ the [documents that report](verdicts.md#glossary) alone: their names end with `{
 def metrics_page() -> str:
     """Return the text of docs/metrics.md: the table of all metrics."""
     lines = [_PAGE_HEAD]
-    for metric in (*TRAINING_METRICS, *chain(*(kind.logged_metrics for kind in MEASUREMENTS))):
+    for metric in (*TRAINING_METRICS, *chain(*(kind.logged_metrics for kind in MEASUREMENT_CLASSES))):
         lines.append(
             f"| `{metric.pattern}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.decides} |"
         )

@@ -31,9 +31,9 @@ from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
 from lm.runs.record import arm_hash
 
-SHORT_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
+SCORE_FACTOR_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
 # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
-MAX_FACTOR_RATIO = 2.0
+MAX_SCORE_FACTOR_RATIO = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ def swap_run(
     init: str | None,
     destination: Path,
     overrides: list[str],
-    files: Sequence[Path] = (),
+    config_files: Sequence[Path] = (),
 ) -> SwapResult:
     """Write a copy of a trained model with another normalizer to the run folder `destination`, which holds weights
     only.
@@ -69,19 +69,19 @@ def swap_run(
         init: initial values of the new parameters: `match`, `unit` (docs/swapping.md) or a number; None: by `overrides`
             or default.
         overrides: changes `key=value` of the new normalizer's options and of the evaluation.
-        files: configurations of the text to measure on, for a model without a training run.
+        config_files: configurations of the text to measure on, for a model without a training run.
 
     Raises LMError: there is no model, its normalizer can't be swapped, its data are not those of training, or
     `destination` is not empty.
     """
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
-        base = measurement_config(model, files)
+        base = measurement_config(model, config_files)
         with PLUGINS.trusted_text():
             config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
         check_plugin_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)
-        model, store = open_store(model, config, files)
+        model, store = open_store(model, config, config_files)
         # an export has no environment
         environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}
         measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)
@@ -95,7 +95,7 @@ def swap_run(
         )
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
-    model_lines, warning = swap_lines(old, new, evaluation.step)
+    model_lines, warning = describe_swap(old, new, evaluation.step)
     return SwapResult(evaluation, path, model_lines, notes, warning)
 
 
@@ -118,14 +118,14 @@ def _closing_notes(old: Decoder, new: Decoder, config: Config, destination: Path
     return [*notes, f"{destination}: weights alone; go on with: lm eval {destination}, or {command}"]
 
 
-def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
+def describe_swap(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
     """Return lines to print on a swap at a training step, and a warning.
 
     The lines give both normalizers, the new parameters with one value per head, and the factor on q.k / sqrt(D) before
     and after. The factor is given at short lengths and at the training length. Layers whose scores are no multiple of
     q.k / sqrt(D) have no factor.
 
-    The warning names factors that changed by more than `MAX_FACTOR_RATIO` times; it is empty if there are none.
+    The warning names factors that changed by more than `MAX_SCORE_FACTOR_RATIO` times; it is empty if there are none.
     """
     lines = [f"{old.config.normalizer.label()} -> {new.config.normalizer.label()}, step {step}"]
     parameters: dict[str, list[Tensor]] = {}
@@ -133,18 +133,18 @@ def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
         for name, parameter in normalizer.named_parameters():
             if parameter.shape == (normalizer.layer.n_head,):
                 parameters.setdefault(name, []).append(parameter.detach().cpu())
-    lines += [f"{name} = {_mean_and_range(torch.cat(values))}" for name, values in parameters.items()]
-    lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
+    lines += [f"{name} = {_mean_and_range_text(torch.cat(values))}" for name, values in parameters.items()]
+    lengths = sorted({min(length, old.seq_len) for length in (*SCORE_FACTOR_LENGTHS, old.seq_len)})
     factors = torch.stack([score_factors(model, lengths) for model in (old, new)], 1)  # (lengths, 2, layers, H)
     layers = factors.isfinite().all(-1).flatten(0, 1).all(0).nonzero().flatten().tolist()
     layers_note = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
     deviations = []
     for length, (before, after) in zip(lengths, factors[:, :, layers], strict=True) if layers else ():
-        change = f"{_mean_and_range(before)} -> {_mean_and_range(after)}"
+        change = f"{_mean_and_range_text(before)} -> {_mean_and_range_text(after)}"
         lines.append(f"factor on the scores at n = {length:,}{layers_note}: {change}")
         ratios = (after / before).flatten()
         ratio = float(ratios[ratios.log().abs().argmax()])
-        if not 1 / MAX_FACTOR_RATIO <= ratio <= MAX_FACTOR_RATIO:
+        if not 1 / MAX_SCORE_FACTOR_RATIO <= ratio <= MAX_SCORE_FACTOR_RATIO:
             deviations.append(f"{ratio:.2g} times the old one at n = {length:,}")
     warning = (
         f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; "
@@ -153,7 +153,7 @@ def swap_lines(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
     return lines, warning if deviations else ""
 
 
-def _mean_and_range(values: Tensor) -> str:
+def _mean_and_range_text(values: Tensor) -> str:
     """Return text with the mean of values by layer and head, and their range if they differ."""
     low, high = f"{values.min():.3g}", f"{values.max():.3g}"
     return f"{values.mean():.3g}" + f" ({low} to {high} over layers and heads)" * (low != high)

@@ -571,7 +571,7 @@ def _measured_sequences(experiment: Experiment, config: Config) -> dict[str, Pla
     """Return what decides the sequences that the primary metric of a run is measured on, with the token store."""
     metric, config = experiment.primary.metric, experiment.measurement_config(config)
     store = {f"data.{name}": getattr(config.data, name) for name in _STORE_KEYS}
-    return store | find_metric(config, metric)[0].sequence_facts(config, metric)
+    return store | find_metric(config, metric)[0].sequence_options(config, metric)
 
 
 def _kept_steps(config: Config) -> list[int]:

@@ -9,8 +9,8 @@ from typing import ClassVar
 from lm.errors import RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import SwapMeasurement
-from lm.evaluation.metrics import CallbackMeasurement, is_lm_metric_name
-from lm.evaluation.swap import swap_lines
+from lm.evaluation.metrics import CallbackMeasurement, is_reserved_metric_name
+from lm.evaluation.swap import describe_swap
 from lm.model.decoder import Decoder
 from lm.model.device import Device, peak_memory_bytes
 from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss
@@ -115,7 +115,7 @@ class CallbackMetrics(EvaluationCallback):
         """Record the metrics of users' callbacks at the last step. Raises RunError, at any step: one of these metrics
         has a name that lm itself uses.
         """
-        if taken := [name for name in trainer.callback_metrics if is_lm_metric_name(name)]:
+        if taken := [name for name in trainer.callback_metrics if is_reserved_metric_name(name)]:
             raise RunError(f"trainer.callbacks: self.log('{taken[0]}'): is a name of lm's own; choose another")
         super().on_step(trainer, module, step)
 
@@ -133,7 +133,7 @@ class SwapEffect(StepCallback):
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """Compare the models before and after the swap, and free the memory of the model before the swap."""
         if old_decoder := module.start.replaced_decoder:
-            lines, warning = swap_lines(old_decoder, module.decoder, trainer.global_step)
+            lines, warning = describe_swap(old_decoder, module.decoder, trainer.global_step)
             for line in filter(None, [*lines, warning]):
                 self.run.progress.say(line)
             if self.config.eval.swap_lengths:

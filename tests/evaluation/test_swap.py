@@ -21,7 +21,7 @@ from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import SwapMeasurement, swap_sequences, token_losses_and_kl
-from lm.evaluation.swap import swap_lines, swap_run
+from lm.evaluation.swap import describe_swap, swap_run
 from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
@@ -96,10 +96,10 @@ def test_score_factors_are_those_of_the_scores(tiny, options: object):
 def test_layers_with_other_scores_have_no_score_factors_and_the_others_are_still_compared(tiny):
     old = decoder(tiny, kinds.LayerList([opt.Cosine(), opt.Window(4)]))
     assert score_factors(old, [16]).isnan().tolist() == [[[True, True], [False, False]]]
-    lines, warning = swap_lines(old, with_normalizer(old, kinds.LayerList([opt.Cosine(), opt.SSMax(init=0.9)])), 4)
+    lines, warning = describe_swap(old, with_normalizer(old, kinds.LayerList([opt.Cosine(), opt.SSMax(init=0.9)])), 4)
     assert lines[-1] == "factor on the scores at n = 32, layers 1: 1 -> 3.12"
     assert "3.1 times the old one at n = 32" in warning
-    assert swap_lines(old, with_normalizer(old, opt.Cosine()), 4)[1] == ""
+    assert describe_swap(old, with_normalizer(old, opt.Cosine()), 4)[1] == ""
 
 
 def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
