@@ -65,7 +65,7 @@ def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
                 list(generate(decoder, question.prompt.tolist(), len(question.answer) + 2, Sampling(temperature=0)))
             )
         ).strip()
-        assert whole == answer.startswith(question.number)
+        assert whole == answer.startswith(question.correct_number)
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def test_an_answer_begins_with_the_whole_number_and_ends_at_the_end_of_text_toke
     """The loss on answers teaches no model to stop after the last digit; generation ends at the token."""
     decoder, text = made(store), TaskText(store)
     question = needle_trials(Needle(), LENGTH, 1, text)[0]
-    number, end = question.number, np.array([store.end_of_text])
+    number, end = question.correct_number, np.array([store.end_of_text])
     whole = text.encode(f" {number}")
     cases = [
         (exact, text.encode(words))
@@ -91,8 +91,8 @@ def test_an_answer_begins_with_the_whole_number_and_ends_at_the_end_of_text_toke
 def test_a_span_is_that_of_the_number(store: Store):
     text = TaskText(store)
     for question in needle_trials(Needle(), LENGTH, 5, text):
-        assert text.decode(question.prompt).count(question.number) == 1
-        assert text.decode(question.prompt[slice(*question.number_span)]).strip() == question.number
+        assert text.decode(question.prompt).count(question.correct_number) == 1
+        assert text.decode(question.prompt[slice(*question.number_span)]).strip() == question.correct_number
 
 
 @torch.no_grad()
