@@ -32,7 +32,7 @@ SLOTS_PER_BLOCK = 1024  # slots that `assign_slots` assigns to streams in one dr
 _SAMPLER_SEED, _SOURCE_SEED, _LENGTH_SEED = 2**61, 2**62, 2**63
 
 
-def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def group_and_index(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each item's group, and its index in the group, for items in consecutive groups of sizes `counts`: two
     int64 arrays, (sum of `counts`,).
     """
@@ -40,7 +40,7 @@ def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def assign_slots(weights: Sequence[float], seed_words: tuple[int, ...], slots: np.ndarray) -> np.ndarray:
+def assign_slots(weights: Sequence[float], seed_integers: tuple[int, ...], slots: np.ndarray) -> np.ndarray:
     """Assign slots of a run, by number (k,), to streams (sources or tasks) at random, in proportion to the streams'
     weights.
 
@@ -53,32 +53,34 @@ def assign_slots(weights: Sequence[float], seed_words: tuple[int, ...], slots: n
 
     Args:
         weights: a weight above 0 for each stream; they need not sum to 1.
-        seed_words: integers that seed the draws.
+        seed_integers: integers that seed the draws.
     """
     fractions = tuple(np.array(weights) / np.sum(weights))
     blocks, slots_in_block = np.divmod(slots, SLOTS_PER_BLOCK)
     assigned = np.empty((2, len(slots)), np.int64)
     for block in np.unique(blocks):
         is_in_block = blocks == block
-        assignment = _assignment_of_block(fractions, seed_words, int(block) * SLOTS_PER_BLOCK)
+        assignment = _assignment_of_block(fractions, seed_integers, int(block) * SLOTS_PER_BLOCK)
         assigned[:, is_in_block] = assignment[:, slots_in_block[is_in_block]]
     return assigned
 
 
 @lru_cache(maxsize=64)
-def _assignment_of_block(weights: tuple[float, ...], seed_words: tuple[int, ...], first_slot: int) -> np.ndarray:
+def _assignment_of_block(weights: tuple[float, ...], seed_integers: tuple[int, ...], first_slot: int) -> np.ndarray:
     """Return what `assign_slots` returns for the `SLOTS_PER_BLOCK` slots from `first_slot` on."""
     # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from
     # `begin` to `end`.
     begin, end = first_slot - len(weights) - 1, first_slot + SLOTS_PER_BLOCK + len(weights) + 1
     stream_starts = np.maximum(0, np.floor(np.multiply(begin, weights)).astype(np.int64) - 1)
     counts = np.ceil(np.multiply(end, weights)).astype(np.int64) + 1 - stream_starts
-    streams, index_in_stream = group_indices(counts)
+    streams, index_in_stream = group_and_index(counts)
     stream_slots = index_in_stream + stream_starts[streams]
     # Due times within intervals of 1 / w slots, as fractions [0, 1]; raw PCG64 output never changes between NumPy
     # versions.
     shifts = [
-        np.random.PCG64(np.random.SeedSequence((*seed_words, _SAMPLER_SEED, stream))).advance(start).random_raw(count)
+        np.random.PCG64(np.random.SeedSequence((*seed_integers, _SAMPLER_SEED, stream)))
+        .advance(start)
+        .random_raw(count)
         for stream, (start, count) in enumerate(zip(stream_starts.tolist(), counts.tolist(), strict=True))
     ]
     due_times = (stream_slots + np.concatenate(shifts) / 2**64) / np.array(weights)[streams]
@@ -99,23 +101,24 @@ class Batch(NamedTuple):
     targets: Tensor  # (B, T) int64, the token that follows each, or `NO_TARGET`
     # (B, T) int64, positions in documents, if a query sees its own document alone; None: in the sequence
     positions: Tensor | None
-    first_target: int = 0  # index before which no token of any sequence has a target
+    first_target_index: int = 0  # index before which no token of any sequence has a target
 
     @classmethod
     def from_sequences(
-        cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None
+        cls, sequences: np.ndarray | Tensor, answer_mask: np.ndarray | None = None, end_of_text: int | None = None
     ) -> "Batch":
         """Make a batch of `sequences` (B, T + 1): the first T tokens of each are the inputs, the last T the targets.
 
         Args:
-            answers: (B, T) bool, true for predictions that count in the loss; None: all predictions count.
+            answer_mask: (B, T) bool, true for predictions that count in the loss; None: all predictions count.
             end_of_text: id of the token that begins each document, to isolate documents; None: a query sees earlier
                 documents, too.
         """
         sequences = torch.as_tensor(sequences)
         tokens, targets, first = sequences[:, :-1], sequences[:, 1:], 0
-        if answers is not None:
-            targets, first = targets.masked_fill(~torch.from_numpy(answers), NO_TARGET), int(answers.any(0).argmax())
+        if answer_mask is not None:
+            targets = targets.masked_fill(~torch.from_numpy(answer_mask), NO_TARGET)
+            first = int(answer_mask.any(0).argmax())
         positions = None
         # if a document began before the sequence, positions count from the sequence's first token
         if end_of_text is not None:
@@ -132,7 +135,7 @@ class Batch(NamedTuple):
 
 
 class TextStream:
-    """Reads sequences from one source's text: the `n_tokens` tokens of a split from index `first` on. The text is read
+    """Reads sequences from one source's text: the `n_tokens` tokens of a split from `first_index` on. The text is read
     as a circle, whose end is followed by its start.
 
     Every document begins with the end-of-text token, so the end is followed by a new document. Each epoch cuts the
@@ -142,19 +145,19 @@ class TextStream:
     text has more than `seq_len` tokens.
     """
 
-    def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
-        self.split, self.first_token, self.n_tokens = split, first, n_tokens
-        self.seq_len, self.seed_words = seq_len, seed_words
+    def __init__(self, split: Split, first_index: int, n_tokens: int, seq_len: int, seed_integers: tuple[int, ...]):
+        self.split, self.first_index, self.n_tokens = split, first_index, n_tokens
+        self.seq_len, self.seed_integers = seq_len, seed_integers
         self.sequences_per_epoch = n_tokens // seq_len
 
     def slot_starts(self, slots: np.ndarray) -> np.ndarray:
-        """Return the index, counted from token `first`, at which the tokens of each slot of `slots` (k,) begin: int64
+        """Return the index, counted from `first_index`, at which the tokens of each slot of `slots` (k,) begin: int64
         (k,).
         """
         epochs, sequence_numbers = np.divmod(slots, self.sequences_per_epoch)
         starts = np.empty_like(slots)
         for epoch in np.unique(epochs):
-            epoch_starts = _epoch_starts((*self.seed_words, int(epoch)), self.n_tokens, self.seq_len)
+            epoch_starts = _epoch_starts((*self.seed_integers, int(epoch)), self.n_tokens, self.seq_len)
             starts[epochs == epoch] = epoch_starts[sequence_numbers[epochs == epoch]]
         return starts
 
@@ -166,18 +169,18 @@ class TextStream:
         """
         starts = self.slot_starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         index = (starts.reshape(-1, 1) + np.arange(length + 1)) % self.n_tokens
-        tokens = self.split.tokens_at(self.first_token + index).astype(np.int64)
+        tokens = self.split.tokens_at(self.first_index + index).astype(np.int64)
         return tokens, np.ones((len(tokens), length), bool)
 
 
 @lru_cache(maxsize=64)
-def _epoch_starts(seed_words: tuple[int, ...], n_tokens: int, seq_len: int) -> np.ndarray:
+def _epoch_starts(seed_integers: tuple[int, ...], n_tokens: int, seq_len: int) -> np.ndarray:
     """Return the indices at which an epoch's sequences begin, in the order of reading: int64 (n_tokens // seq_len,).
 
     The random order comes from raw PCG64 output, which never changes between NumPy versions (the output of `Generator`
     may).
     """
-    raw_numbers = np.random.PCG64(np.random.SeedSequence(seed_words)).random_raw(n_tokens // seq_len + 1)
+    raw_numbers = np.random.PCG64(np.random.SeedSequence(seed_integers)).random_raw(n_tokens // seq_len + 1)
     return (int(raw_numbers[-1]) % n_tokens + seq_len * np.argsort(raw_numbers[:-1], kind="stable")) % n_tokens
 
 
@@ -185,8 +188,8 @@ class TaskStream:
     """Makes training sequences of a synthetic task, in which only answers count in the loss. Two sequences may be equal
     by chance.
 
-    Raises TaskError: the task needs sequences of more than `shortest` tokens, has no training contents (keys, numbers),
-    or lacks filler.
+    Raises TaskError: the task needs sequences of more than `min_length` tokens, has no training contents (keys,
+    numbers), or lacks filler.
     """
 
     def __init__(self, task: Task, seed: int, seq_len: int, min_length: int, text: TaskText | None):
@@ -216,17 +219,17 @@ class TrainSequences:
 
     def __init__(self, store: Store, data: DataConfig, slots_per_step: int, seed: int):
         self.store, self.data, self.seq_len, self.slots_per_step = store, data, data.seq_len, slots_per_step
-        self.seed_words = (int(store.fingerprint, 16), seed)
+        self.seed_integers = (int(store.fingerprint, 16), seed)
         length_weights = sorted(data.lengths.weights.items()) or [(self.seq_len, 1.0)]
         self.lengths, self.length_weights = zip(*length_weights, strict=True)
-        self.weights, self.streams = self._streams(seed)
+        self.stream_weights, self.streams = self._make_streams(seed)
 
     def sequence_length(self, step: int) -> int:
         """Return the length, in tokens, of all sequences of `step` (0-based)."""
-        assigned = assign_slots(self.length_weights, (*self.seed_words, _LENGTH_SEED), np.array([step]))
+        assigned = assign_slots(self.length_weights, (*self.seed_integers, _LENGTH_SEED), np.array([step]))
         return self.lengths[assigned[0, 0]]
 
-    def _streams(self, seed: int) -> tuple[list[float], list[TaskStream | TextStream]]:
+    def _make_streams(self, seed: int) -> tuple[list[float], list[TaskStream | TextStream]]:
         """Return the weight of each stream, and the streams: one for each task, then one for each source of text."""
         tasks = [weighted.task for weighted in self.data.tasks]
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
@@ -237,9 +240,11 @@ class TrainSequences:
             return weights, streams
         split, first = self.store.train, 0
         for number, (source, weighted_source) in enumerate(zip(split.sources, self.data.sources, strict=True)):
-            seed_words = self.seed_words if len(split.sources) == 1 else (*self.seed_words, _SOURCE_SEED + number)
+            seed_integers = (
+                self.seed_integers if len(split.sources) == 1 else (*self.seed_integers, _SOURCE_SEED + number)
+            )
             weights.append(text_weight * weighted_source.weight)
-            streams.append(TextStream(split, first, source.n_tokens, self.seq_len, seed_words))
+            streams.append(TextStream(split, first, source.n_tokens, self.seq_len, seed_integers))
             first += source.n_tokens
         return weights, streams
 
@@ -249,7 +254,7 @@ class TrainSequences:
         """
         length, stop = self.sequence_length(step), self.slots_per_step if count is None else first_slot + count
         slots = step * self.slots_per_step + np.arange(first_slot, stop)
-        streams, stream_slots = assign_slots(self.weights, self.seed_words, slots)
+        streams, stream_slots = assign_slots(self.stream_weights, self.seed_integers, slots)
         sequence_streams = np.repeat(streams, self.seq_len // length)  # the stream of each sequence
         sequences = np.empty((len(sequence_streams), length + 1), np.int64)
         answers = np.empty((len(sequence_streams), length), bool)
@@ -337,22 +342,24 @@ def train_loader(
     A micro-batch has `micro_batch` slots of `seq_len` tokens. It is cut from the process's slots of a global batch.
     """
     rank_slots = sequences.slots_per_step // world_size
-    per_step = rank_slots // micro_batch
+    micro_batches_per_step = rank_slots // micro_batch
     return TrainLoader(
-        range(first_step * per_step, max_steps * per_step),
+        range(first_step * micro_batches_per_step, max_steps * micro_batches_per_step),
         batch_size=None,
-        collate_fn=partial(_micro_batch, sequences, rank * rank_slots, per_step, micro_batch),
+        collate_fn=partial(_micro_batch, sequences, rank * rank_slots, micro_batches_per_step, micro_batch),
         num_workers=workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else each pass would draw from the global random state
     )
 
 
-def _micro_batch(sequences: TrainSequences, first_slot: int, per_step: int, size: int, index: int) -> Batch:
-    """Return micro-batch `index` of a run for one process. A step has `per_step` micro-batches of `size` slots, cut
-    from the global batch's slots from `first_slot` on.
+def _micro_batch(
+    sequences: TrainSequences, first_slot: int, micro_batches_per_step: int, size: int, index: int
+) -> Batch:
+    """Return micro-batch `index` of a run for one process. A step has `micro_batches_per_step` micro-batches of `size`
+    slots, cut from the global batch's slots from `first_slot` on.
     """
-    step, number = divmod(index, per_step)
+    step, number = divmod(index, micro_batches_per_step)
     return sequences.batch(step, first_slot + number * size, size)
 
 
@@ -381,7 +388,7 @@ def long_window_starts(split: Split, length: int, limit: int) -> np.ndarray:
     offsets = np.asarray(split.offsets)
     spans = np.diff(offsets) - 1
     n_windows = spans // length
-    document, window = group_indices(n_windows)
+    document, window = group_and_index(n_windows)
     starts = offsets[:-1][document] + (spans - n_windows * length)[document] // 2 + window * length
     count = min(limit, len(starts))
     return starts[np.arange(count) * len(starts) // max(1, count)]

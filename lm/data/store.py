@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.data.tokenizer import load_tokenizer, token_bytes, vocab_size
+from lm.data.tokenizer import count_token_bytes, load_tokenizer, vocab_size
 from lm.errors import DataError, LMError, RunError, one_line
 from lm.files import FileHashes, file_sha256, plain_sha256, read_json, write_together
 from lm.plain import Plain
@@ -83,16 +83,16 @@ class Split:
         """
         return self.tokens_at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
 
-    def tokens_at(self, index: np.ndarray) -> np.ndarray:
-        """Return the tokens at the indices `index`, in the shape of `index` and the store's dtype."""
+    def tokens_at(self, indices: np.ndarray) -> np.ndarray:
+        """Return the tokens at `indices`, in the shape of `indices` and the store's dtype."""
         names, starts = [*self.shard_starts], np.array([*self.shard_starts.values()])
         if len(names) == 1:  # as of most stores: faster
-            return np.asarray(_map_array(self.path.with_name(names[0]), self.dtype))[index]
-        shard_numbers, tokens = np.searchsorted(starts, index, "right") - 1, np.empty(index.shape, self.dtype)
+            return np.asarray(_map_array(self.path.with_name(names[0]), self.dtype))[indices]
+        shard_numbers, tokens = np.searchsorted(starts, indices, "right") - 1, np.empty(indices.shape, self.dtype)
         for number in np.unique(shard_numbers):
             in_shard = shard_numbers == number
             shard = _map_array(self.path.with_name(names[number]), self.dtype)
-            tokens[in_shard] = np.asarray(shard)[index[in_shard] - starts[number]]
+            tokens[in_shard] = np.asarray(shard)[indices[in_shard] - starts[number]]
         return tokens
 
     def document(self, index: int) -> np.ndarray:
@@ -121,7 +121,7 @@ class Store:
     fingerprint: str  # sha256 of tokens, offsets and tokenizer; messages show 16 hex digits of it
     vocab_size: int
     end_of_text: int  # id of the end-of-text token
-    token_bytes: np.ndarray  # (V,) fp32, number of UTF-8 bytes of each token; 0 for special tokens
+    bytes_per_token: np.ndarray  # (V,) fp32, number of UTF-8 bytes of each token; 0 for special tokens
     manifest: Mapping[str, Plain]
     train: Split
     val: Split
@@ -212,13 +212,15 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
 # ---------------------------------------------------------------- writing a store, each file synchronised to disk
 
 
-STORE_NOUN = "the token store (make room, or set data.root to another folder)"  # what errors of writing call a file
+STORE_NAME_IN_ERRORS = (
+    "the token store (make room, or set data.root to another folder)"  # what errors of writing call a file
+)
 BLOCK_BYTES = 512 << 10  # bytes of a shard that are read at a time
 
 
 def write_store_file(path: Path, content: bytes) -> None:
     """Write a file of a store completely or not at all. Raises RunError with a remedy."""
-    write_together({path: content}, STORE_NOUN)
+    write_together({path: content}, STORE_NAME_IN_ERRORS)
 
 
 def finish_store(
@@ -226,14 +228,14 @@ def finish_store(
     tokenizer: "Tokenizer",
     end_of_text: str,
     sources: dict[str, list[SourceCounts]],
-    counts: Mapping[str, np.ndarray] | None = None,
+    target_counts: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Plain]:
     """Write the offsets of the documents whose shards are in `folder`, and the number of bytes of each token. Return
     the manifest's entries on vocabulary, splits and files.
 
     Args:
         sources: the numbers of documents and bytes of each source in each split.
-        counts: for each split, how often each token is predicted, (V,); None: as often as it occurs. If `counts` are
+        target_counts: for each split, how often each token is predicted, (V,); None: as often as it occurs. If they are
             given, each token counts as one byte.
     """
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
@@ -254,11 +256,11 @@ def finish_store(
             ],
         }
     for name in SPLITS:
-        predicted_counts = counts or token_counts
+        predicted_counts = target_counts or token_counts
         splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(predicted_counts[name], predicted_counts["train"])
     total_counts, n_bytes = sum(token_counts.values()), sum(split["n_bytes"] for split in splits.values())
-    bytes_per_token, origin = token_bytes(tokenizer), "exact"
-    if counts:
+    bytes_per_token, origin = count_token_bytes(tokenizer), "exact"
+    if target_counts:
         bytes_per_token, origin = np.ones(size, np.float32), "one a symbol"
     elif bytes_per_token is None or int(total_counts @ bytes_per_token.astype(np.int64)) != n_bytes:
         origin = "corpus mean"

@@ -21,7 +21,11 @@ Subset = Literal["train", "test"]
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
 # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
 MAX_ATTEMPTS = 1000
-ANCHORS = "x", ":", "\n"  # texts before a piece that is encoded; the first that does not merge with it is taken
+ENCODING_PREFIXES = (
+    "x",
+    ":",
+    "\n",
+)  # texts before a piece that is encoded; the first that does not merge with it is taken
 MAX_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
 
@@ -38,8 +42,9 @@ class NoRoom(TaskError):
 class Example:
     """A sequence of a task, and the spans [start, stop) of its tokens that hold the answers, and the evidence for them.
 
-    Span q of `questions` holds the tokens of answer q, which follow question q. Span q of `evidence` holds the earlier
-    tokens that show answer q: the same tokens, or with `MQAR.joined` the one symbol that stands for key and value.
+    Row q of `answer_spans` is the span of answer q, which follows question q. Row q of `evidence_spans` is the span of
+    the earlier tokens that show answer q: the same tokens, or with `MQAR.joined` the one symbol that stands for key and
+    value.
     """
 
     tokens: np.ndarray  # (length + 1,) int64
@@ -91,7 +96,7 @@ class Draw:
         positions = np.sort(self.permutation(room - count * (width - 1), count))
         return positions + (width - 1) * np.arange(count)
 
-    def attempts(self) -> Iterator[int]:
+    def attempt_numbers(self) -> Iterator[int]:
         """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset.
 
         Raises TaskError: the loop has drawn `MAX_ATTEMPTS` times.
@@ -99,7 +104,7 @@ class Draw:
         yield from range(MAX_ATTEMPTS)
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
-    def accepts(self, *contents: int) -> bool:
+    def subset_has(self, *contents: int) -> bool:
         """Return whether `contents`, e.g. keys, belong to this subset. The hash of the contents decides: 1 in
         `TEST_DIVISOR` contents is for test, the rest for training.
         """
@@ -129,17 +134,17 @@ class TaskText:
     def __init__(self, store: "Store"):
         self._tokenizer: Tokenizer = store.tokenizer()
         self._special_ids = np.flatnonzero(special_token_mask(self._tokenizer))
-        self._splits = {"train": store.train, "test": store.val}
+        self._split_by_subset = {"train": store.train, "test": store.val}
         # whether the tokenizer puts a space before a text, as Llama 2's does
-        self._adds_space = adds_leading_space(self._tokenizer)
+        self._adds_leading_space = adds_leading_space(self._tokenizer)
         # the token of the space before a number, (1,), if the tokenizer adds spaces and never merges it; else (0,)
-        numbers = [self.encode(f" {number}") for number in range(1, 1000)] if self._adds_space else []
+        numbers = [self.encode(f" {number}") for number in range(1, 1000)] if self._adds_leading_space else []
         is_separate = len({tokens[0] for tokens in numbers}) == 1 and min(map(len, numbers)) > 1
-        self._number_space = numbers[0][:1] if is_separate else np.empty(0, np.int64)
+        self._number_space_ids = numbers[0][:1] if is_separate else np.empty(0, np.int64)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of `text` as it stands within a longer text, without special tokens: int64 (tokens,)."""
-        for anchor in ANCHORS if self._adds_space else ():
+        for anchor in ENCODING_PREFIXES if self._adds_leading_space else ():
             start = encode_with_offsets(self._tokenizer, anchor).ids
             ids = encode_with_offsets(self._tokenizer, anchor + text).ids
             if ids[: len(start)] == start:
@@ -150,13 +155,13 @@ class TaskText:
         """Return `encode(text)`, followed by the token of the space before the next number if `encode_number` leaves
         this space out.
         """
-        return np.concatenate((self.encode(text), self._number_space))
+        return np.concatenate((self.encode(text), self._number_space_ids))
 
     def encode_number(self, number: int | str) -> np.ndarray:
         """Return the token ids of a number after a space: int64 (tokens,). The space is left out if the tokenizer adds
         a space to each text and has a token for that space alone.
         """
-        return self.encode(f" {number}")[len(self._number_space) :]
+        return self.encode(f" {number}")[len(self._number_space_ids) :]
 
     def decode(self, tokens: np.ndarray) -> str:
         """Return the text of token ids (tokens,)."""
@@ -175,7 +180,7 @@ class TaskText:
 
         Raises TaskError: the split has fewer than `count` tokens.
         """
-        split = self._splits[draw.subset]
+        split = self._split_by_subset[draw.subset]
         if split.n_tokens < count:
             raise TaskError(f"{count} tokens of filler are more than the {split.n_tokens} of the split")
         for _ in range(MAX_ATTEMPTS if split.longest > count else 1):
@@ -216,11 +221,11 @@ def _keys_and_values(task: MQAR, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
     """Draw the keys and the values of a sequence's pairs, so that they belong to its subset: two int64 arrays (pairs,),
     each counted from 0.
     """
-    for _ in draw.attempts():
+    for _ in draw.attempt_numbers():
         keys, order = draw.permutation(task.keys, task.pairs), draw.permutation(task.values)
         if task.held_out == "pairs":
             break
-        if draw.accepts(*keys, *order[: task.pairs]):
+        if draw.subset_has(*keys, *order[: task.pairs]):
             return keys, order[: task.pairs]
     # Each key takes the first unused value whose pair belongs to this subset: values / 8 or more do, and other keys
     # take at most pairs - 1.
@@ -260,11 +265,11 @@ def make_needle(task: Needle, draw: Draw, length: int, text: TaskText | None = N
         index: text.encode_before_number(form.format(cities[index]))
         for index in draw.permutation(task.needles).tolist()
     }
-    for _ in draw.attempts():
+    for _ in draw.attempt_numbers():
         numbers: list[int] = []
         while len(numbers) < n_cities:
             number = 10**6 + draw.integer(9 * 10**6)
-            if draw.accepts(number) and number not in numbers:
+            if draw.subset_has(number) and number not in numbers:
                 numbers.append(number)
         tokens = [text.encode_number(number) for number in numbers]
         sequence = _assemble_haystack(task, draw, length, text, tokens, sentences, questions)
@@ -321,7 +326,7 @@ def _assemble_haystack(
 
 
 # Functions that make a sequence of exactly length + 1 tokens by a task's options, or raise NoRoom.
-GENERATORS: dict[type[Task], Callable[[Task, Draw, int, TaskText | None], Example]] = {
+EXAMPLE_MAKERS: dict[type[Task], Callable[[Task, Draw, int, TaskText | None], Example]] = {
     MQAR: make_mqar,
     Needle: make_needle,
 }
@@ -344,7 +349,7 @@ def make_example(
     draw = Draw(seed, subset, index)
     for tries_left in reversed(range(MAX_CONTENT_DRAWS)):
         try:
-            return GENERATORS[type(task)](task, draw, length, text)
+            return EXAMPLE_MAKERS[type(task)](task, draw, length, text)
         except NoRoom:  # names and numbers differ in their number of tokens: others may fit
             if not tries_left:
                 raise

@@ -141,18 +141,18 @@ def check_column(location: str, column: str, names: list[str]) -> None:
 # ---------------------------------------------------------------- local files
 
 
-SUPPORTED_FILES = (
+SUPPORTED_FILES_TEXT = (
     "files of data.source.suffixes, .jsonl, .ndjson (also .gz, .zst), .json of JSON lines, and .parquet; token ids are "
     "read by data.source={name: tokens, ...}"
 )
-_LATER_DOCUMENT = ": document from byte "  # in the location of a document after a separator
+_SPLIT_LOCATION_TEXT = ": document from byte "  # in the location of a document after a separator
 
 
 def file_documents(source: FileSource, vocabulary: object = None) -> Documents:
     """Yield the documents of files. Raises DataError after the last one if the separator occurs in no text file."""
     is_split = not source.separator
     for document, location in read_files(source_files(source), source):
-        is_split = is_split or _LATER_DOCUMENT in location
+        is_split = is_split or _SPLIT_LOCATION_TEXT in location
         yield document, location
     if not is_split:
         remedy = "set one that stands between documents, or drop it; in YAML \\n is a line end in double quotes alone"
@@ -177,16 +177,16 @@ def files_identity(source: FileSource, root: Path, hashes: FileHashes) -> dict[s
 
 def source_files(source: FileSource) -> list[Path]:
     """Return the files that `source.paths` names, as `find_files` does."""
-    return find_files(source.paths, partial(_is_read, source), SUPPORTED_FILES)
+    return find_files(source.paths, partial(_is_supported_file, source), SUPPORTED_FILES_TEXT)
 
 
-def find_files(paths: list[str], is_read: Callable[[Path, bool], bool], supported_text: str) -> list[Path]:
+def find_files(paths: list[str], is_supported: Callable[[Path, bool], bool], supported_text: str) -> list[Path]:
     """Return the files that `paths` name, sorted, without duplicates. Paths are files, folders, which are searched
     recursively, or globs.
 
     Args:
-        is_read: a function of a file's path, and of whether the file was found in a folder, that tells whether the file
-            is read. Files in folders that are not read are passed over.
+        is_supported: a function of a file's path, and of whether the file was found in a folder, that tells whether
+            files of this kind are read. Other files in folders are passed over.
         supported_text: the files that are read, in words, for errors.
 
     Raises DataError: a path does not exist, matches nothing, or is a file that is not read.
@@ -194,11 +194,11 @@ def find_files(paths: list[str], is_read: Callable[[Path, bool], bool], supporte
     matches: set[Path] = set()
     for path in map(expand_home, paths):
         if path.is_dir():
-            files = [file for file in files_below(path) if is_read(file, True)]
+            files = [file for file in files_below(path) if is_supported(file, True)]
         else:
             files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
             files = [file for file in files if file.is_file()]
-        if unsupported_files := [file for file in files if not is_read(file, path.is_dir())]:
+        if unsupported_files := [file for file in files if not is_supported(file, path.is_dir())]:
             raise DataError(
                 f"{unsupported_files[0]}: can't read files of this kind; data.source.paths takes {supported_text}"
             )
@@ -219,7 +219,7 @@ def files_summary(source: FileSource) -> str:
         _format_suffix(file) or "no suffix"
         for path in folders
         for file in files_below(path)
-        if not _is_read(source, file, True)
+        if not _is_supported_file(source, file, True)
     )
     listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored_counts.most_common(8))
     remedy = f" ({listing}); data.source.suffixes names what is read as text" if ignored_counts else ""
@@ -253,7 +253,7 @@ def _format_suffix(path: Path) -> str:
     return ((Path(path.stem).suffix if is_compressed else "") + path.suffix).lower()
 
 
-def _is_read(source: FileSource, path: Path, in_folder: bool) -> bool:
+def _is_supported_file(source: FileSource, path: Path, in_folder: bool) -> bool:
     """Return whether a file is read. A plain .json file in a folder is not: it mostly describes other files."""
     return _file_reader(path, source) is not None and not (in_folder and _format_suffix(path) == ".json")
 
@@ -307,7 +307,7 @@ def _read_txt(path: Path, source: FileSource, parse: DocumentParser) -> Document
         for begin, content in _split_at_separator(file, source.separator.encode()):
             text = parse_document(document, content, str(path))
             content.clear()  # a long document is in memory once
-            yield text, f"{path}{_LATER_DOCUMENT}{begin:,} on" if begin else str(path)
+            yield text, f"{path}{_SPLIT_LOCATION_TEXT}{begin:,} on" if begin else str(path)
 
 
 def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
@@ -331,15 +331,15 @@ def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[t
     yield begin, content
 
 
-def _decode_utf8(begin: int, content: bytes | bytearray, location: str) -> str:
-    """Decode the bytes `content`, found at byte `begin` of a file, as UTF-8 without a byte order mark. Line ends stay
-    unchanged.
+def _decode_utf8(byte_offset: int, content: bytes | bytearray, location: str) -> str:
+    """Decode the bytes `content`, found at byte `byte_offset` of a file, as UTF-8 without a byte order mark. Line ends
+    stay unchanged.
     """
-    n_mark_bytes = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
+    n_mark_bytes = len(codecs.BOM_UTF8) if byte_offset == 0 and content.startswith(codecs.BOM_UTF8) else 0
     try:
         text = str(memoryview(content)[n_mark_bytes:], "utf-8")
     except UnicodeDecodeError as error:
-        place = begin + n_mark_bytes + error.start
+        place = byte_offset + n_mark_bytes + error.start
         raise UnreadableError(f"{location}: not UTF-8 at byte {place}; {UTF8_REMEDY}") from None
     if content.count(0) > len(content) // 8:  # half the bytes of English in UTF-16 are zero, and each is UTF-8
         raise UnreadableError(f"{location}: {content.count(0):,} bytes are zero, as in UTF-16; {UTF8_REMEDY}")

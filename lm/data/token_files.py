@@ -25,7 +25,7 @@ from lm.data.text_files import (
     read_files,
     source_files,
 )
-from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, tokenizer_from_options, vocab_size
+from lm.data.tokenizer import count_token_bytes, decode, encode, special_token_mask, tokenizer_from_options, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
 from lm.plain import Plain
@@ -34,7 +34,7 @@ TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
 _IDS_PER_BLOCK = 2**22  # ids of a file that are searched together
 _MAX_CHECKED_IDS = 2**12  # ids of a document whose decoded text is checked
 # The first bytes of files of other formats; a .bin file of nanoGPT has ids alone.
-OTHER_FORMATS = {
+FORMAT_BY_FIRST_BYTES = {
     b"\x93NUMPY": "an array of np.save; write its ids alone: np.load(PATH).astype('<u2').tofile(PATH)",
     b"PK\x03\x04": "a zip archive, as of np.savez or torch.save; write its ids alone, by tofile",
     b"\x1f\x8b\x08": "compressed by gzip; decompress it",
@@ -54,7 +54,10 @@ class Vocabulary:
     def __init__(self, options: TokenizerOptions):
         self.tokenizer, self.end_of_text_token = tokenizer_from_options(options), options.end_of_text
         self.end_of_text_id = self.tokenizer.token_to_id(options.end_of_text)
-        self.bytes_per_token, self.is_special = token_bytes(self.tokenizer), special_token_mask(self.tokenizer)
+        self.bytes_per_token, self.special_token_mask = (
+            count_token_bytes(self.tokenizer),
+            special_token_mask(self.tokenizer),
+        )
         if self.tokenizer.decoder is None:  # decoded text then has a space between any two tokens
             reason = "the tokenizer has no decoder, without which bytes of text can't be counted"
             remedy = "give its tokenizer.json one, e.g. Fuse, or WordPiece where each token is a word"
@@ -65,8 +68,8 @@ class Vocabulary:
         self.unknown_id = None
         if self.bytes_per_token is None and not getattr(model, "byte_fallback", False):
             self.unknown_id = self.tokenizer.token_to_id(getattr(model, "unk_token", None) or "")
-        self.is_known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
-        self.is_known[list(self.tokenizer.get_vocab().values())] = True
+        self.known_token_mask = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
+        self.known_token_mask[list(self.tokenizer.get_vocab().values())] = True
 
     def check_document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
         """Check a document's ids, and return them without a leading or trailing end-of-text token: uint32 (tokens,),
@@ -76,16 +79,16 @@ class Vocabulary:
         the document.
         """
         ids = _id_array(ids, location)
-        is_wrong = (ids < 0) | (ids >= len(self.is_known))
-        is_wrong |= ~self.is_known[np.where(is_wrong, 0, ids)]
+        is_wrong = (ids < 0) | (ids >= len(self.known_token_mask))
+        is_wrong |= ~self.known_token_mask[np.where(is_wrong, 0, ids)]
         if is_wrong.any():
             index = int(is_wrong.argmax())
-            reason = f"a tokenizer of the ids 0 to {len(self.is_known) - 1:,} does not have"
+            reason = f"a tokenizer of the ids 0 to {len(self.known_token_mask) - 1:,} does not have"
             raise UnreadableError(
                 f"{location}: token {index:,} has the id {ids[index]}, which {reason}; {TOKENIZER_REMEDY}"
             )
         for place, end in (("begins", ids), ("ends", ids[::-1])):
-            if len(ids) > 1 and end[0] == end[1] != self.unknown_id and self.is_special[end[0]]:
+            if len(ids) > 1 and end[0] == end[1] != self.unknown_id and self.special_token_mask[end[0]]:
                 n_equal = int((end != end[0]).argmax()) or len(end)
                 token = f"the special token {self.tokenizer.id_to_token(int(end[0]))} (id {end[0]})"
                 reason = f"{place} in {n_equal:,} times {token}: padding, which would be trained on"
@@ -108,7 +111,7 @@ class Vocabulary:
         A decoder may put spaces between letters, so that the text has more bytes. Ids with a special or unknown token
         are not checked.
         """
-        if (self.is_special[ids] | (ids == self.unknown_id)).any():
+        if (self.special_token_mask[ids] | (ids == self.unknown_id)).any():
             return
         text = decode(self.tokenizer, ids.tolist())
         decoded_again = decode(self.tokenizer, encode(self.tokenizer, [text])[0], keep_special=True)
@@ -181,7 +184,7 @@ def tokens_identity(source: TokenSource, root: Path, hashes: FileHashes) -> dict
 # ---------------------------------------------------------------- streams: documents are separated by end of text
 
 
-HEADER_NUMBERS = 256  # int32 numbers: magic, version, number of ids, zeros
+HEADER_INT_COUNT = 256  # int32 numbers: magic, version, number of ids, zeros
 # by (magic, version): dtype of ids, as llm.c writes for GPT-2 and Llama 3
 DTYPE_BY_HEADER = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
@@ -190,8 +193,8 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     """Return a file's first three int32: magic, version and number of ids if it has a header. Return zeros if it is too
     short for a header.
     """
-    header = np.fromfile(path, "<i4", HEADER_NUMBERS)
-    return tuple(header[:3].tolist()) if len(header) == HEADER_NUMBERS else (0, 0, 0)
+    header = np.fromfile(path, "<i4", HEADER_INT_COUNT)
+    return tuple(header[:3].tolist()) if len(header) == HEADER_INT_COUNT else (0, 0, 0)
 
 
 def _read_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
@@ -204,7 +207,7 @@ def _read_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Do
         raise UnreadableError(f"{path}: is empty; remove it")
     with open(path, "rb") as file:
         first_bytes = file.read(64)
-    for start, kind in OTHER_FORMATS.items():
+    for start, kind in FORMAT_BY_FIRST_BYTES.items():
         if first_bytes.startswith(start):
             raise UnreadableError(f"{path}: is {kind}")
     if len(first_bytes) == 64 and not first_bytes.translate(None, bytes(range(9, 127))):
@@ -216,7 +219,7 @@ def _read_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Do
     if size % 4 == 0 and len(high_halves) >= 64 and high_halves.max() < 16 <= low_halves.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
         raise UnreadableError(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
-    yield from _split_stream(path, ids, vocabulary, border_offset=1)
+    yield from _split_ids(path, ids, vocabulary, border_offset=1)
 
 
 def _read_modded_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
@@ -228,15 +231,15 @@ def _read_modded_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary
         raise UnreadableError(
             f"{path}: begins with {header[0]} {header[1]}, not with {known_headers}: damaged, or of another format"
         )
-    expected_size = 4 * HEADER_NUMBERS + count * np.dtype(dtype).itemsize
+    expected_size = 4 * HEADER_INT_COUNT + count * np.dtype(dtype).itemsize
     if count < 1 or size != expected_size:
         raise UnreadableError(
             f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged"
         )
-    yield from _split_stream(path, np.memmap(path, dtype, "r", 4 * HEADER_NUMBERS), vocabulary, border_offset=0)
+    yield from _split_ids(path, np.memmap(path, dtype, "r", 4 * HEADER_INT_COUNT), vocabulary, border_offset=0)
 
 
-def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_offset: int) -> Documents:
+def _split_ids(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_offset: int) -> Documents:
     """Yield the documents of an array of ids. The end-of-text token follows each document if `border_offset` is 1, and
     precedes it if 0.
     """
@@ -272,7 +275,7 @@ def _read_column(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Doc
     return read_files([path], FileSource([str(path)], [], source.column), vocabulary.check_document)
 
 
-def _saved_folders(source: TokenSource) -> list[Path]:
+def _saved_dataset_folders(source: TokenSource) -> list[Path]:
     """Return the folders that the source names. Raises DataError if one was not written by `Dataset.save_to_disk`."""
     paths = sorted(map(expand_home, source.paths))
     for path in paths:
@@ -282,7 +285,7 @@ def _saved_folders(source: TokenSource) -> list[Path]:
     return paths
 
 
-def _read_saved(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
+def _read_saved_dataset(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a dataset that was saved to a folder."""
     import datasets
 
@@ -297,5 +300,5 @@ TOKEN_FORMATS: dict[
     "nanogpt": (_bin_files, _read_nanogpt),
     "modded-nanogpt": (_bin_files, _read_modded_nanogpt),
     "column": (_column_files, _read_column),
-    "saved": (_saved_folders, _read_saved),
+    "saved": (_saved_dataset_folders, _read_saved_dataset),
 }

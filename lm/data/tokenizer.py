@@ -228,7 +228,7 @@ def vocab_size(tokenizer: "Tokenizer") -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
+def count_token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
     """Return the number of UTF-8 bytes of each token's text, (V,) fp32, 0 for special tokens. Return None if the
     tokenizer is not byte-level.
     """
@@ -251,18 +251,19 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
-def download_files(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
+def download_files(name: str, revision: str | None, patterns: list[str], error_suffix: str = "") -> Path:
     """Download the files of a model on the hub whose names match `patterns`. Return their folder in the cache, which is
     named by the commit.
 
-    suffix: text appended to error messages.
+    error_suffix: text appended to error messages.
 
     Raises DataError: `name` is no valid name or no model of the hub, or there is no network and the files are not in
     the cache.
     """
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise DataError(
-            f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{suffix}"
+            f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M"
+            f"{error_suffix}"
         )
     from huggingface_hub import snapshot_download
 
@@ -270,11 +271,11 @@ def download_files(name: str, revision: str | None, patterns: list[str], suffix:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # many kinds: offline, no such model, no permission
         raise DataError(
-            f"{name}: no such folder, and the hub does not give it: {one_line_with_cause(error, 200)}{suffix}"
+            f"{name}: no such folder, and the hub does not give it: {one_line_with_cause(error, 200)}{error_suffix}"
         ) from None
 
 
-def find_tokenizer_json(path: Path) -> str | None:
+def read_tokenizer_json(path: Path) -> str | None:
     """Return the text of the tokenizer.json at `path`, a file or its folder. Return None if the folder has none.
 
     Raises DataError: the file can't be read.
@@ -290,7 +291,7 @@ def find_tokenizer_json(path: Path) -> str | None:
 
 def require_tokenizer_json(path: Path) -> str:
     """Return the text of the tokenizer.json at `path`, a file or its folder. Raises DataError if there is none."""
-    content = find_tokenizer_json(path)
+    content = read_tokenizer_json(path)
     if content is None:
         remedy = "transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise DataError(f"{path}: has no {TOKENIZER_FILE}; from older files {remedy}")

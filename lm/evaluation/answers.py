@@ -194,7 +194,7 @@ class Recall(AnswerMeasurement):
         """
         count = self.eval_config.sequences
         examples = [make_example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(count)]
-        held_out = HeldOutSequences.from_examples(examples, self.store.token_bytes)
+        held_out = HeldOutSequences.from_examples(examples, self.store.bytes_per_token)
         losses, hits = answer_losses_and_hits(decoder, held_out, device)
         whole = [
             [right[start - 1 : stop - 1].all() for start, stop in item.answer_spans]

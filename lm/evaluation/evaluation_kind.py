@@ -118,7 +118,9 @@ class HeldOutSequences:
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
         documents = np.searchsorted(store.val.offsets, starts, "right") - 1
-        return cls(sequences, store.token_bytes, documents, sources, end_of_text=store.end_of_text if isolate else None)
+        return cls(
+            sequences, store.bytes_per_token, documents, sources, end_of_text=store.end_of_text if isolate else None
+        )
 
 
 # ---------------------------------------------------------------- rows of a frame

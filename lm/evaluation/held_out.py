@@ -65,7 +65,7 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
         make_example(tasks[source].task, STORE_SEED, int(index), length, "test")
         for source, index in zip(sources, indices, strict=True)
     ]
-    return HeldOutSequences.from_examples(examples, store.token_bytes, sources)
+    return HeldOutSequences.from_examples(examples, store.bytes_per_token, sources)
 
 
 def long_sequences(store: Store, config: Config) -> HeldOutSequences:

@@ -16,8 +16,8 @@ from lm.data.tokenizer import (
     TOKENIZER_CONFIG,
     convert_library_errors,
     download_files,
-    find_tokenizer_json,
     parse_tokenizer,
+    read_tokenizer_json,
     require_tokenizer_json,
     vocab_size,
 )
@@ -211,7 +211,7 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG_FILE}")
     config = read_json(path / CONFIG_FILE)
     tokenizer_path = tokenizer or path
-    tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else find_tokenizer_json(path)
+    tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else read_tokenizer_json(path)
     tokenizer_config, generation_config = (
         read_json(file) if file.is_file() else {}
         for file in (tokenizer_path / TOKENIZER_CONFIG, path / "generation_config.json")

@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         `lm.model.cross_entropy.training_loss`.
         """
         # a compiled block would be compiled anew for each `first_output`
-        first_output = batch.first_target if self.run_block is _run_block else 0
+        first_output = batch.first_target_index if self.run_block is _run_block else 0
         return training_loss(
             self.hidden_states(batch, first_output).flatten(0, 1), self.head, batch.targets[:, first_output:].flatten()
         )

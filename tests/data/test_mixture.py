@@ -192,7 +192,7 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
             rows, _ = stream.read(np.arange(400), 32)
             for sequence, start in zip(rows, stream.slot_starts(np.arange(400)), strict=True):
                 assert np.array_equal(sequence, np.take(part, range(start, start + 33), mode="wrap"))
-        streams, _ = assign_slots(sequences.weights, sequences.seed_words, np.arange(2000))
+        streams, _ = assign_slots(sequences.stream_weights, sequences.seed_integers, np.arange(2000))
         assert (streams == 0).sum() == pytest.approx(2000 * weights[0], abs=2)
         assert sequences.batch(3).tokens.shape == (16, 32)
 

@@ -32,7 +32,7 @@ def test_split_facts_agree_with_the_tokens(text_data: DataConfig):
         assert split.longest == np.diff(split.offsets).max()
         assert split.unigram_cross_entropy == pytest.approx(-np.log(probability[split_tokens(split)]).mean())
         # exact: the bytes of all tokens are the text's
-        assert store.token_bytes[split_tokens(split)].sum() == split.n_bytes
+        assert store.bytes_per_token[split_tokens(split)].sum() == split.n_bytes
         assert split_tokens(split).dtype == np.uint16
         with pytest.raises(ValueError, match="read-only"):
             split.offsets[0] = 1

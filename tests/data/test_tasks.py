@@ -272,11 +272,11 @@ def test_training_and_test_sequences_of_text_share_no_number(text: TaskText):
     }
     assert not by_subset["train"] & by_subset["test"]
     for subset, numbers in by_subset.items():
-        assert all(Draw(1, subset, 0).accepts(int(number)) for number in numbers)
+        assert all(Draw(1, subset, 0).subset_has(int(number)) for number in numbers)
 
 
 def test_filler_is_of_the_split_and_within_a_document(text: TaskText):
-    for subset, split in text._splits.items():
+    for subset, split in text._split_by_subset.items():
         content = split_tokens(split).tobytes()
         for index in range(30):
             tokens = text.draw_filler(Draw(1, subset, index), 200)

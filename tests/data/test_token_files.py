@@ -17,7 +17,7 @@ from texts import TEXTS, documents, files_config, readable_documents, write_text
 from lm.config.data_config import DataConfig, FileSource, Mixture, TokenizerFile, TokenSource, WeightedSource
 from lm.config.load import load_config
 from lm.data.prepare import prepare, store_summary
-from lm.data.token_files import OTHER_FORMATS, Vocabulary
+from lm.data.token_files import FORMAT_BY_FIRST_BYTES, Vocabulary
 from lm.data.tokenizer import encode, tokenizer_from_options
 from lm.errors import ConfigError, DataError
 
@@ -175,7 +175,7 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
         "empty in a folder": ("nanogpt", beside_empty, "more.bin: is empty; remove it"),
         **{
             f"other {start}": ("nanogpt", lambda start=start: changed(nanogpt(folder, ids), start.__add__), ": is ")
-            for start in OTHER_FORMATS
+            for start in FORMAT_BY_FIRST_BYTES
         },
         "text": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: b"some text " * 20), ": is text"),
         "padded": ("column", lambda: jsonl(folder, [*ids[:3], [5, 6] + [0] * 9]),

@@ -12,7 +12,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from lm.config.data_config import DataConfig, FileSource, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
 from lm.data.build import Document, can_cut_between_words, encode_documents, split_text
 from lm.data.prepare import prepare
-from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, train_tokenizer
+from lm.data.tokenizer import END_OF_TEXT, count_token_bytes, encode, load_tokenizer, train_tokenizer
 from lm.errors import DataError
 
 
@@ -43,8 +43,8 @@ def test_a_tokenizer_file_is_used_whatever_it_was_set_to(text_data: DataConfig, 
     assert (store.vocab_size, store.end_of_text) == (292, 290)
     assert sorted(stored_texts(store)) == sorted([*TEXTS, "text with </s> in it"])
     assert (np.concatenate((split_tokens(store.train), split_tokens(store.val))) == 290).sum() == len(TEXTS) + 1
-    assert store.token_bytes[291] == len("Zwölf".encode())
-    assert store.token_bytes[290] == 0
+    assert store.bytes_per_token[291] == len("Zwölf".encode())
+    assert store.bytes_per_token[290] == 0
 
 
 def words_tokenizer(path: Path, last: int, **changes) -> TokenizerFile:
@@ -66,9 +66,9 @@ LETTERS = ["abc defz", "jig", "fee fade z", "badge cab"]
 
 def test_bytes_per_token_are_the_corpus_mean_where_the_vocabulary_does_not_say(tmp_path: Path):
     spec = words_tokenizer(tmp_path / "letters.json", 13)
-    assert token_bytes(load_tokenizer(Path(spec.path), "<eos>")) is None
+    assert count_token_bytes(load_tokenizer(Path(spec.path), "<eos>")) is None
     store = prepare(files_config(write_texts(tmp_path / "texts", LETTERS), tmp_path, tokenizer=spec))
-    np.testing.assert_allclose(store.token_bytes, [0, *[1] * 13], rtol=1e-6)
+    np.testing.assert_allclose(store.bytes_per_token, [0, *[1] * 13], rtol=1e-6)
     assert store.manifest["token_bytes"] == "corpus mean"
     assert sorted(stored_texts(store)) == sorted(LETTERS)
 
@@ -79,7 +79,7 @@ def test_bytes_per_token_are_those_that_a_byte_level_decoder_gives(tmp_path: Pat
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     model = {"type": "WordLevel", "vocab": letters, "unk_token": "a"}
     spec = words_tokenizer(tmp_path / "letters.json", 5, model=model, decoder=decoder)
-    assert token_bytes(load_tokenizer(Path(spec.path), "<eos>")).tolist() == [0, 1, 1, 3, 2]
+    assert count_token_bytes(load_tokenizer(Path(spec.path), "<eos>")).tolist() == [0, 1, 1, 3, 2]
 
 
 def test_more_than_65536_entries_are_stored_as_uint32(tmp_path: Path):

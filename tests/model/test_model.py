@@ -219,8 +219,8 @@ def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str)
     answers = np.zeros((2, 24), bool)
     answers[0, 20:], answers[1, [19, 23]] = True, True
     batch = Batch.from_sequences(torch.randint(50, (2, 25), generator=torch.Generator().manual_seed(0)), answers)
-    assert batch.first_target == 19
-    part_loss, full_loss = (model.loss(part) for part in (batch, batch._replace(first_target=0)))
+    assert batch.first_target_index == 19
+    part_loss, full_loss = (model.loss(part) for part in (batch, batch._replace(first_target_index=0)))
     assert part_loss.item() == pytest.approx(full_loss.item(), rel=1e-6)  # its sum is in fp32
     parameters = dict(model.named_parameters())
     part_grads, full_grads = (
