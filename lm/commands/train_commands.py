@@ -110,7 +110,7 @@ def configs(
             raise ConfigError(f"{name}: no such preset{presets.suggestion(Path(name))}")
         print(f"# {file}\n{file.read_text(encoding='utf-8')}", end="")
         return
-    rows = list(presets.names())
+    rows = list(presets.list_presets())
     width = max(len(name) for name, _ in rows)
     room = max(20, get_terminal_size((1000, 0)).columns - width - 2)  # a pipe gets whole descriptions
     for name, description in rows:

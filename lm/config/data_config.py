@@ -17,20 +17,20 @@ from lm.errors import Problem
 from lm.files import expand_home
 
 MAX_SYMBOLS, MAX_TASK_SYMBOLS = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
-TEST_DIVISOR = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
+INVERSE_TEST_FRACTION = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
 
 
-def chance_accuracy(candidates: int, questions: int) -> float | None:
-    """Return the mean accuracy over `questions` of a model that picks each answer at random among the `candidates` in
-    its sequence. Return None if there is only one candidate.
+def chance_accuracy(n_candidates: int, n_questions: int) -> float | None:
+    """Return the mean accuracy over `n_questions` of a model that picks each answer at random among the `n_candidates`
+    in its sequence. Return None if there is only one candidate.
 
     All answers of a sequence differ, and those to earlier questions are visible: the model never picks them again.
-    Question i (from 0) has `candidates` - i possible answers. With k questions and k candidates, chance is (1 + 1/2 +
+    Question i (from 0) has `n_candidates` - i possible answers. With k questions and k candidates, chance is (1 + 1/2 +
     ... + 1/k) / k.
     """
-    if candidates == 1:
+    if n_candidates == 1:
         return None
-    return sum(1 / (candidates - index) for index in range(questions)) / questions
+    return sum(1 / (n_candidates - index) for index in range(n_questions)) / n_questions
 
 
 class Task(ABC):
@@ -55,7 +55,7 @@ class Task(ABC):
         """Return about how many different sequences of `length` predicted tokens the subset has. If more are drawn,
         some repeat.
         """
-        fraction = 1 / TEST_DIVISOR if subset == "test" else 1 - 1 / TEST_DIVISOR
+        fraction = 1 / INVERSE_TEST_FRACTION if subset == "test" else 1 - 1 / INVERSE_TEST_FRACTION
         return fraction * exp(min(self.entropy(length), 100.0))
 
 
@@ -110,15 +110,15 @@ class MQAR(Task):
         return (
             list_entropy
             + n_filler * log(self.filler)
-            - (self.pairs * log(TEST_DIVISOR) if self.held_out == "pairs" else 0)
+            - (self.pairs * log(INVERSE_TEST_FRACTION) if self.held_out == "pairs" else 0)
         )
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each contradiction between the options, such as more queries than pairs."""
         if self.queries > self.pairs:
             yield Problem("queries", self.queries, f"is more than pairs = {self.pairs}")
-        if self.held_out == "pairs" and (self.joined or self.values < TEST_DIVISOR * self.pairs):
-            reason = f"single pairs need two symbols each and {TEST_DIVISOR} times as many values as pairs"
+        if self.held_out == "pairs" and (self.joined or self.values < INVERSE_TEST_FRACTION * self.pairs):
+            reason = f"single pairs need two symbols each and {INVERSE_TEST_FRACTION} times as many values as pairs"
             yield Problem("held_out", self.held_out, reason)
         if self.vocab_size > MAX_TASK_SYMBOLS:
             reason = f"makes {self.vocab_size:,} symbols of keys and values, more than {MAX_TASK_SYMBOLS:,}"
@@ -195,7 +195,7 @@ class MixedLengths:
             yield Problem("weights", self.weights, f"sum to {total:g}, not to 1", "e.g. {64: 0.5, 128: 0.5}")
 
 
-LENGTHS = {v.name: v for v in (FullLength, MixedLengths)}
+LENGTH_MODES = {v.name: v for v in (FullLength, MixedLengths)}
 
 
 # ---------------------------------------------------------------- sources and tokenizers
@@ -409,7 +409,7 @@ class DataConfig:
     )
     seq_len: int = key(256, "tokens in a training sequence", {"on_resume": "branch"}, ge=2, le=MAX_SEQ_LEN)
     lengths: FullLength | MixedLengths = variant(
-        LENGTHS,
+        LENGTH_MODES,
         "full",
         "tokens in the sequences of a step: `full`, seq_len; `mixed`, divisors of it drawn for each step by weight",
     )
@@ -446,7 +446,7 @@ class DataConfig:
             yield Problem("tokenizer", self.tokenizer.name, "token ids have a tokenizer already", remedy)
 
     @property
-    def stores_folder(self) -> Path:
+    def token_stores_folder(self) -> Path:
         """Return the folder that contains the token stores."""
         return expand_home(self.root)
 

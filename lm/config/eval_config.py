@@ -199,12 +199,12 @@ DIAGNOSTICS_COMMANDS = ("train", "eval", "diagnose")  # commands that use the ke
 AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
 MAX_LENGTH_FACTOR = 65536  # largest length of a sequence, in training lengths
 # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
-MAX_EXTRA_TOKENS = 7
+MAX_ANSWER_OVERRUN = 7
 MAX_SEQUENCES = 10**6
 
 
 @dataclass
-class Timing:
+class EvaluationTiming:
     """When an evaluation is measured during training."""
 
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
@@ -217,7 +217,7 @@ class Timing:
 
 
 @dataclass
-class ValidationTiming(Timing):
+class ValidationTiming(EvaluationTiming):
     """The validation runs after each `every` steps, and at the end."""
 
     every: int = 1
@@ -227,11 +227,11 @@ class ValidationTiming(Timing):
         return step % self.every == 0 or super().is_due(step, max_steps)
 
 
-TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
+TIMING_KEYS = tuple(spec.name for spec in fields(EvaluationTiming))
 
 
 @dataclass
-class EvaluationKindConfig(Timing):
+class EvaluationKindConfig(EvaluationTiming):
     """Base class of the options of one kind of evaluation, such as recall: when it is measured, and on which
     sequences.
     """
@@ -260,14 +260,14 @@ class EvaluationKindConfig(Timing):
         if data.symbolic and self.needs_text:
             yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")
         yield from inference_problems(getattr(self, "inference", [InferenceSetting()]), model.position)
-        if model.position.has_last_position and (longest := self.longest_length(data)) > data.seq_len:
+        if model.position.has_length_limit and (longest := self.longest_length(data)) > data.seq_len:
             reason = f"makes {longest:,} tokens be read, and learned positions end at {data.seq_len:,}"
             remedy = "leave longer sequences out, or train with model.position=rope"
             yield Problem(self.switch_key, getattr(self, self.switch_key), reason, remedy)
 
 
 @dataclass
-class InferenceKindConfig(EvaluationKindConfig):
+class InferenceEvaluationConfig(EvaluationKindConfig):
     """Base class of the options of an evaluation that is measured under one or several inference settings."""
 
     inference: list[InferenceSetting] = section(
@@ -283,7 +283,7 @@ def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
 
 
 @dataclass
-class LongContextConfig(InferenceKindConfig):
+class LongContextConfig(InferenceEvaluationConfig):
     """Options of the evaluation `long_context`: the loss by position in long sequences."""
 
     switch_key: ClassVar[str] = "length_factor"
@@ -313,7 +313,7 @@ class LongContextConfig(InferenceKindConfig):
 
 
 @dataclass
-class ByLengthConfig(InferenceKindConfig):
+class ByLengthConfig(InferenceEvaluationConfig):
     """Options of the evaluation `by_length`: the loss on the same tokens, cut into sequences of several lengths."""
 
     switch_key: ClassVar[str] = "lengths"
@@ -355,7 +355,7 @@ class TextsConfig(EvaluationKindConfig):
 
 
 @dataclass
-class RecallConfig(InferenceKindConfig):
+class RecallConfig(InferenceEvaluationConfig):
     """Options of the evaluation `recall`: accuracy on synthetic tasks, by sequence length."""
 
     switch_key: ClassVar[str] = "length_factors"
@@ -394,7 +394,7 @@ class RecallConfig(InferenceKindConfig):
 
 
 @dataclass
-class NeedleConfig(InferenceKindConfig):
+class NeedleConfig(InferenceEvaluationConfig):
     """Options of the evaluation `needle`: needles in a haystack, by context length and depth."""
 
     switch_key: ClassVar[str] = "length_factors"
@@ -425,7 +425,7 @@ class NeedleConfig(InferenceKindConfig):
             )
 
     def longest_length(self, data: DataConfig) -> int:
-        return round(max(*self.length_factors, self.heads_at or 0) * data.seq_len) + MAX_EXTRA_TOKENS
+        return round(max(*self.length_factors, self.heads_at or 0) * data.seq_len) + MAX_ANSWER_OVERRUN
 
 
 @dataclass
@@ -437,18 +437,18 @@ class DownstreamTasksConfig(EvaluationKindConfig):
     limit: int | None = key(None, "`eval.tasks_limit`")
 
 
-Statistics = Literal["concentration", "sparsity", "limits"]
+StatisticFamily = Literal["concentration", "sparsity", "limits"]
 
 
 @dataclass
-class DiagnosticsConfig(InferenceKindConfig):
+class DiagnosticsConfig(InferenceEvaluationConfig):
     """Options of the evaluation `diagnostics`: statistics of attention weights."""
 
     switch_key: ClassVar[str] = "length_factor"
     required_keys: ClassVar[Sequence[str]] = ("statistics",)
     needs_text: ClassVar[bool] = False
-    statistics: list[Statistics] = key(
-        ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
+    statistics: list[StatisticFamily] = key(
+        ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(StatisticFamily))}"
     )
     length_factor: float = key(
         1.0,
@@ -526,7 +526,7 @@ class EvalConfig:
         return ["validation", *(spec.name for spec in fields(cls) if "blocks" in spec.metadata), "tasks"]
 
     @property
-    def kinds(self) -> dict[str, EvaluationKindConfig]:
+    def kind_options(self) -> dict[str, EvaluationKindConfig]:
         """Map the name of each kind of evaluation except the validation to its options. Kinds whose block is null are
         left out.
         """
@@ -538,13 +538,13 @@ class EvalConfig:
         """Return the names of the kinds of evaluation that are on for a model that is trained on `data`; the validation
         is first.
         """
-        return ["validation", *(kind for kind, options in self.kinds.items() if options.is_wanted(data))]
+        return ["validation", *(kind for kind, options in self.kind_options.items() if options.is_wanted(data))]
 
     def measurement_options(self, kind: str) -> dict[str, Plain]:
         """Return {key: value} of the options that determine the numbers that `kind` measures. Null options and the keys
-        of `Timing` are left out.
+        of `EvaluationTiming` are left out.
         """
         if kind == "validation":
             return {"sequences": self.sequences}
-        plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}
+        plain = to_plain(self.kind_options[kind]) if kind in self.kind_options else {}
         return {name: value for name, value in plain.items() if value is not None and name not in TIMING_KEYS}

@@ -49,7 +49,7 @@ def config_problems(config: Config) -> Iterator[Problem]:
     if trainer.max_steps:
         yield from empty_phase_problems(config)
     normalizers = [phase.normalizer for phase in config.training_phases]
-    for kind, options in config.eval.kinds.items():
+    for kind, options in config.eval.kind_options.items():
         conflicts = []
         # checked even if the evaluation is off, as other values are
         for index, setting in enumerate(getattr(options, "inference", [])):
@@ -107,10 +107,10 @@ def phase_problems(config: Config) -> Iterator[Problem]:
         model, phase_config = config.model_in_phase(index), config.config_in_phase(index)
         for problem in _batch_problems(phase_config) if phase.seq_len and index else ():
             yield replace(problem, reason=f"{problem.reason}, in phases[{index}]")
-        if phase.position and (model.position.has_last_position or config.model.position.has_last_position):
+        if phase.position and (model.position.has_length_limit or config.model.position.has_length_limit):
             reason = "learned positions are weights, which phases can't change"
             yield Problem(f"phases[{index}].position", phase.position.name, reason, "set it to rope or none")
-        elif model.position.has_last_position and phase_config.data.seq_len > config.data.seq_len:
+        elif model.position.has_length_limit and phase_config.data.seq_len > config.data.seq_len:
             reason = f"learned positions end at data.seq_len = {config.data.seq_len}"
             yield Problem(f"phases[{index}].seq_len", phase.seq_len, reason, "set model.position=rope")
         elif phase.position:
@@ -150,7 +150,7 @@ def task_problems(config: Config) -> Iterator[Problem]:
 
 # Keys of one block that exclude each other: if `changes` has the first and not the second, `merge` drops the second
 # from `base`.
-EXCLUSIVE_KEYS = {
+KEY_EXCLUSIONS = {
     "trainer.max_steps": "tokens_per_parameter",
     "trainer.tokens_per_parameter": "max_steps",
     "init_from": "branch_from",  # not the other way: a branch keeps the `init_from` of the run that it branches from
@@ -191,17 +191,17 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
         return build_named_block(NORMALIZER_OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
 
 
-def parse_config(plain: dict[str, Plain]) -> Config:
+def parse_config(plain_config: dict[str, Plain]) -> Config:
     """Build and check a configuration from plain data; interpolations `${...}` are not resolved.
 
     Raises ConfigError: one message lists all problems of single keys, or if there are none, all contradictions between
     keys. A refused value is replaced by the key's default, so rules between keys are not checked after it.
     """
     problems: list[Problem] = []
-    config = build_block(Config, plain, "", problems)
-    if config.trainer.tokens_per_parameter and "max_steps" not in plain["trainer"]:
+    config = build_block(Config, plain_config, "", problems)
+    if config.trainer.tokens_per_parameter and "max_steps" not in plain_config["trainer"]:
         config.trainer.max_steps = None  # not the default, beside tokens_per_parameter
-    model = plain.get("model") if config.phases else None
+    model = plain_config.get("model") if config.phases else None
     normalizer = config.model.normalizer
     if config.phases and not (isinstance(model, dict) and "normalizer" in model):
         normalizer = config.model.normalizer = config.phases[0].normalizer or normalizer
@@ -217,59 +217,61 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(to_plain(config))
 
 
-def read_yaml(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Plain]:
+def read_yaml(path: Path, inheriting_files: tuple[Path, ...] = ()) -> dict[str, Plain]:
     """Read the keys of a file, merged over the keys of the files that the key `base` in it names. The paths in `base`
     are relative to the file's folder, or are names of presets.
 
-    heirs: the files through whose keys `base` this file is read, each inheriting from the next.
+    inheriting_files: the files through whose keys `base` this file is read, each inheriting from the next.
 
     Raises ConfigError: a file can't be read or is not a configuration; the message names the file.
     """
     try:
         resolved_path = path.resolve()
-        if resolved_path in heirs:
+        if resolved_path in inheriting_files:
             raise ConfigError(f"{path}: inherits from itself through `base:`")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         remark = "" if path.suffix in (".yaml", ".yml") else " (overrides are key=value, without spaces)"
-        heir = f" (a base of {heirs[-1].name})" if heirs else remark
-        raise ConfigError(f"{path}: no such configuration file{heir}{presets.suggestion(path)}") from None
+        remark = f" (a base of {inheriting_files[-1].name})" if inheriting_files else remark
+        raise ConfigError(f"{path}: no such configuration file{remark}{presets.suggestion(path)}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviate(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     plain = parse_yaml(content, str(path)) or {}
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold keys and values, not {abbreviate(value_text(plain), 40)}")
     if "arms" in plain:
-        if heirs:
-            raise ConfigError(f"{path}: an experiment, not a configuration that {heirs[-1].name} can have as its base")
+        if inheriting_files:
+            raise ConfigError(
+                f"{path}: an experiment, not a configuration that {inheriting_files[-1].name} can have as its base"
+            )
         return plain  # its base may be a block, which is no base of a configuration; callers refuse its arms
-    return merge_bases(nest_keys(plain), path, "base", (*heirs, resolved_path))
+    return merge_bases(nest_keys(plain), path, "base", (*inheriting_files, resolved_path))
 
 
 def merge_bases(
-    plain: dict[str, Plain], path: Path, key: str = "base", heirs: tuple[Path, ...] = ()
+    plain_block: dict[str, Plain], path: Path, key: str = "base", inheriting_files: tuple[Path, ...] = ()
 ) -> dict[str, Plain]:
-    """Return the keys `plain` of a block, merged over the keys of the files that the block's own key `base` lists.
-    Later files win.
+    """Return the keys of a block, merged over the keys of the files that the block's own key `base` lists. Later files
+    win.
 
     Each file is named by its path, relative to the folder of `path`, or is a preset.
 
     Args:
         path: the file that contains the block.
         key: the path of the key `base` within that file, for errors.
-        heirs: the files that inherit from those in `base`, as in `read_yaml`.
+        inheriting_files: the files that inherit from those in `base`, as in `read_yaml`.
 
     Raises ConfigError: `base` is not a file or a list of files, or one of them can't be read or is not a configuration.
     """
-    bases = plain.get("base", [])
+    bases = plain_block.get("base", [])
     names = bases if isinstance(bases, list) else [bases]
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: {Problem(key, bases, 'must be a file or a list of files')}")
     tree: dict[str, Plain] = {}
     for name in names:
-        tree = merge(tree, read_yaml(presets.find(name, parent=path.parent), heirs))
-    return merge(tree, {name: value for name, value in plain.items() if name != "base"})
+        tree = merge(tree, read_yaml(presets.find(name, base_folder=path.parent), inheriting_files))
+    return merge(tree, {name: value for name, value in plain_block.items() if name != "base"})
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
@@ -329,7 +331,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     `optim.`).
 
     A block with a new `name` replaces the old block entirely, so that options of one normalizer are never applied to
-    another. A key set in `changes` removes the key that excludes it (`EXCLUSIVE_KEYS`) from `base`: `max_steps` removes
+    another. A key set in `changes` removes the key that excludes it (`KEY_EXCLUSIONS`) from `base`: `max_steps` removes
     `tokens_per_parameter`, for example.
 
     Raises ConfigError: `changes` has null where `base` has a block that can't be null.
@@ -337,7 +339,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     result = dict(base)
     for name, value in changes.items():
         path = f"{prefix}{name}"
-        old, specs, excluded_key = result.get(name), fields_at(Config, path), EXCLUSIVE_KEYS.get(path)
+        old, specs, excluded_key = result.get(name), fields_at(Config, path), KEY_EXCLUSIONS.get(path)
         if excluded_key and value and excluded_key not in changes:
             result.pop(excluded_key, None)
         if value is None and is_block(old) and (not specs or specs[-1].metadata.get("default", "") is not None):

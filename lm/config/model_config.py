@@ -124,7 +124,7 @@ class Position:
 
     name: ClassVar[str]
     rotates: ClassVar[bool] = False  # true if queries and keys are rotated by angles that can be rescaled
-    has_last_position: ClassVar[bool] = False  # true if positions beyond the training length have no encoding
+    has_length_limit: ClassVar[bool] = False  # true if positions beyond the training length have no encoding
 
     @property
     def label(self) -> str:
@@ -192,7 +192,7 @@ class LearnedPosition(Position):
     """Each position up to the training length has a learned vector. The model can't be evaluated beyond that length."""
 
     name: ClassVar[str] = "learned"
-    has_last_position: ClassVar[bool] = True
+    has_length_limit: ClassVar[bool] = True
 
 
 @dataclass

@@ -115,34 +115,36 @@ def swap_arguments(options: Options) -> str:
     return " ".join([options.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides)])
 
 
-def options_from_plain(plain: Mapping[str, Plain]) -> Options | None:
+def options_from_plain(plain_options: Mapping[str, Plain]) -> Options | None:
     """Make options from the plain data in a run folder. Return None for a plugin, which is not imported, and for
     options that this version of lm rejects.
     """
     problems: list[Problem] = []
-    schema = NORMALIZER_OPTIONS.get(plain["name"])
-    options = build_block(schema, plain, "", problems) if schema else None
+    schema = NORMALIZER_OPTIONS.get(plain_options["name"])
+    options = build_block(schema, plain_options, "", problems) if schema else None
     return None if problems else options
 
 
-def description(plain: Mapping[str, Plain]) -> str:
+def description(plain_options: Mapping[str, Plain]) -> str:
     """Return the formula and source of a normalizer, by its options in a run folder, and its `label`."""
-    entry, options = ENTRIES.get(plain["name"]), options_from_plain(plain)
-    formula, source = options.formula() if options else plain["name"], f" ({entry.source})" if entry else ""
-    return f"{formula}{source}; {label(plain)}"
+    entry, options = ENTRIES.get(plain_options["name"]), options_from_plain(plain_options)
+    formula, source = options.formula() if options else plain_options["name"], f" ({entry.source})" if entry else ""
+    return f"{formula}{source}; {label(plain_options)}"
 
 
-def label(plain: Mapping[str, Plain]) -> str:
+def label(plain_options: Mapping[str, Plain]) -> str:
     """Return the label of a normalizer, given as plain data in a run folder: its name and the options that differ from
     their defaults.
 
     An example is `ssmax (n=sample)`. The label lists all options if `options_from_plain` returns None.
     """
-    if plain["name"] == LayerList.name:
-        return _layers_label(map(label, plain["of"]))
-    options = options_from_plain(plain)
+    if plain_options["name"] == LayerList.name:
+        return _layers_label(map(label, plain_options["of"]))
+    options = options_from_plain(plain_options)
     return (
         options.label()
         if options
-        else label_text(plain["name"], {option: value for option, value in plain.items() if option != "name"})
+        else label_text(
+            plain_options["name"], {option: value for option, value in plain_options.items() if option != "name"}
+        )
     )

@@ -20,7 +20,7 @@ def folder() -> Path:
     return next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
 
 
-def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
+def find(argument: str | Path, kind: str = "", base_folder: str | Path = "") -> Path:
     """Return the path that a command-line argument names: an existing file, else the preset of that name, else the
     argument itself.
 
@@ -29,9 +29,9 @@ def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
 
     Args:
         kind: `experiments` for an experiment, empty for a configuration.
-        parent: the folder that relative paths start from.
+        base_folder: the folder that relative paths start from.
     """
-    path = Path(parent, os.path.expanduser(argument))
+    path = Path(base_folder, os.path.expanduser(argument))
     name = str(argument).removeprefix("configs/").removesuffix(".yaml")
     files = (folder() / subfolder / f"{name}.yaml" for subfolder in _SUBFOLDERS[kind])
     return path if path.is_file() else next((file for file in files if file.is_file()), path)
@@ -44,7 +44,7 @@ def is_override(argument: str) -> bool:
     return "=" in argument and not os.path.exists(os.path.expanduser(argument))
 
 
-def names() -> Iterator[tuple[str, str]]:
+def list_presets() -> Iterator[tuple[str, str]]:
     """Yield (name, description) of each preset. The description is the first sentence of the comment that begins its
     file.
     """
@@ -60,6 +60,6 @@ def suggestion(path: Path) -> str:
     presets.
     """
     files = [str(file) for file in path.parent.glob("*.yaml")]
-    known_names = [*files, *(form for name, _ in names() for form in (name, name.rpartition("/")[2]))]
+    known_names = [*files, *(form for name, _ in list_presets() for form in (name, name.rpartition("/")[2]))]
     matches = get_close_matches(str(path.with_suffix("")), known_names, n=1)
     return f"; did you mean '{matches[0]}'?" if matches else "; lm configs lists presets"

@@ -17,18 +17,20 @@ from lm.plain import Plain, field_default, join_path, to_plain, type_name
 
 
 @functools.cache
-def reference_rows(schema: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
-    """Return a row (key path, type, default, description) for each key of `schema`, in order.
+def reference_rows(block_class: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
+    """Return a row (key path, type, default, description) for each key of `block_class`, in order.
 
     Each dataclass is described once. A key that several choices share has one row, e.g. `optimizer[adamw, muon].eps`.
     """
-    return tuple(_reference_rows(schema, path, {}))
+    return tuple(_reference_rows(block_class, path, {}))
 
 
-def _reference_rows(schema: type, path: str, path_by_class: dict[type, str]) -> Iterator[tuple[str, str, str, str]]:
+def _reference_rows(
+    block_class: type, path: str, path_by_class: dict[type, str]
+) -> Iterator[tuple[str, str, str, str]]:
     """Yield the rows of `reference_rows`. `path_by_class` maps each dataclass that has been described to its path."""
-    for spec in typed_fields(schema):
-        if not spec.metadata.get("by_user", True):
+    for spec in typed_fields(block_class):
+        if not spec.metadata.get("user_settable", True):
             continue
         blocks, default = spec.metadata.get("blocks", {}), spec.metadata.get("default")
         key_path, block, choices = join_path(path, spec.name), blocks.get(""), {}
@@ -115,8 +117,8 @@ def reference_markdown() -> str:
 JsonSchema = dict[str, Plain]
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
 JSON_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
-INTERPOLATION: JsonSchema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
-PLUGIN_NAME: JsonSchema = {"type": "string", "pattern": ":"}  # the name of a plugin: `package.module:Class`
+INTERPOLATION_SCHEMA: JsonSchema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
+PLUGIN_NAME_SCHEMA: JsonSchema = {"type": "string", "pattern": ":"}  # the name of a plugin: `package.module:Class`
 
 
 def configuration_schema() -> JsonSchema:
@@ -130,15 +132,15 @@ def configuration_schema() -> JsonSchema:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
 
 
-def _block_schema(schema: type, definitions: dict[str, JsonSchema]) -> JsonSchema:
-    """Add the JSON Schema of a block, whose keys are the fields of `schema`, to `definitions`, and return a reference
+def _block_schema(block_class: type, definitions: dict[str, JsonSchema]) -> JsonSchema:
+    """Add the JSON Schema of a block, whose keys are the fields of `block_class`, to `definitions`. Return a reference
     to it.
     """
-    title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"
+    title = f"{block_class.__module__.rpartition('.')[2]}.{block_class.__name__}"
     if title not in definitions:
         definitions[title] = {}  # for a block that contains itself
-        properties = {"name": {"const": schema.name}} if hasattr(schema, "name") else {}
-        for spec in typed_fields(schema):
+        properties = {"name": {"const": block_class.name}} if hasattr(block_class, "name") else {}
+        for spec in typed_fields(block_class):
             properties[spec.name] = {"description": spec.metadata["help"], **_field_schema(spec, definitions)}
         definitions[title] = {"type": "object", "properties": properties, "additionalProperties": False}
     return {"$ref": f"#/$defs/{title}"}
@@ -152,12 +154,13 @@ def _field_schema(spec: Field, definitions: dict[str, JsonSchema]) -> JsonSchema
     if not blocks:
         return _type_schema(spec.type, spec.metadata["limits"])
     options = [
-        _block_schema(schema, definitions) | ({} if name in ("", default) else {"required": ["name"]})
-        for name, schema in blocks.items()
+        _block_schema(block_class, definitions) | ({} if name in ("", default) else {"required": ["name"]})
+        for name, block_class in blocks.items()
     ]
-    options += [INTERPOLATION, *([{"enum": [*blocks]}] if "" not in blocks else [])]
+    options += [INTERPOLATION_SCHEMA, *([{"enum": [*blocks]}] if "" not in blocks else [])]
     if isinstance(blocks, Catalogue):  # plugins may be named, too
-        options += [PLUGIN_NAME, {"type": "object", "properties": {"name": PLUGIN_NAME}, "required": ["name"]}]
+        plugin_block = {"type": "object", "properties": {"name": PLUGIN_NAME_SCHEMA}, "required": ["name"]}
+        options += [PLUGIN_NAME_SCHEMA, plugin_block]
     if isinstance(default, dict):
         return {"type": "object", "additionalProperties": {"anyOf": options}}
     if isinstance(default, list) or LayerList.name in blocks:
@@ -181,4 +184,4 @@ def _type_schema(hint: type, limits: dict[str, float]) -> JsonSchema:
     else:
         bounds = limits.items() if hint in (int, float) else ()
         value = {"type": JSON_TYPES[hint]} | {JSON_BOUNDS[name]: bound for name, bound in bounds}
-    return {"anyOf": [value, INTERPOLATION]}
+    return {"anyOf": [value, INTERPOLATION_SCHEMA]}

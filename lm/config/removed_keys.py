@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lm.plain import Plain, child_items, flatten, join_path
 
 # {path of a key, as in docs/config.md: its default in 0.11.0}; names of runs have a hash of all keys of that version
-HASHED_KEYS: dict[str, Plain] = {
+REMOVED_HASHED_KEYS: dict[str, Plain] = {
     "data.min_document_bytes": 1,
     "data.tokenizer[train].special_tokens": [],
     "model.position.scaling[llama3].slow": 1.0,
@@ -23,7 +23,7 @@ HASHED_KEYS: dict[str, Plain] = {
     "model.normalizer[lssa].power": 1.0,
 }
 # {path of a key, `*` for any part of it: its default}; these keys are in no hash
-REMOVED_KEYS: dict[str, Plain] = HASHED_KEYS | {
+REMOVED_KEYS: dict[str, Plain] = REMOVED_HASHED_KEYS | {
     "more_seeds": [],
     "primary.learned": None,
     "primary.reach": None,
@@ -70,7 +70,9 @@ REMOVED_NAMES = (
     *("kjv", "moby", "shakespeare", "megatron", "embedding", "exp", "fit"),
     *("--anew", "--by", "--copy", "--needle", "--out", "--push", "--suite", "--tasks", "--top-p"),
 )
-_PATTERNS = {re.compile(re.escape(path).replace(r"\*", r"[^.]*")): value for path, value in REMOVED_KEYS.items()}
+_REMOVED_KEY_PATTERNS = {
+    re.compile(re.escape(path).replace(r"\*", r"[^.]*")): value for path, value in REMOVED_KEYS.items()
+}
 
 
 def removed_defaults(block_path: str, variant: str, name: str) -> list[Plain]:
@@ -83,7 +85,7 @@ def removed_defaults(block_path: str, variant: str, name: str) -> list[Plain]:
     """
     block = re.sub(r"\[\d+\]", "[]", block_path)
     paths = f"{block}.{name}".lstrip("."), f"{block}[{variant}].{name}"
-    return [value for pattern, value in _PATTERNS.items() if any(map(pattern.fullmatch, paths))]
+    return [value for pattern, value in _REMOVED_KEY_PATTERNS.items() if any(map(pattern.fullmatch, paths))]
 
 
 def removed_name_advice(name: Plain) -> str:
@@ -91,38 +93,40 @@ def removed_name_advice(name: Plain) -> str:
     return "; earlier versions had it, see CHANGELOG.md" if name in REMOVED_NAMES else ""
 
 
-def hashed_defaults(plain: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
+def removed_hashed_defaults(plain_data: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
     """Yield the path and default of each key that blocks of a configuration (plain data) had in version 0.11.0 and have
     no more.
 
     The hash of a configuration, which is part of the name of an experiment's run, counts these keys. So runs keep their
     names.
     """
-    if isinstance(plain, dict):
+    if isinstance(plain_data, dict):
         block = re.sub(r"\[\d+\]", "[]", path)
-        for key, value in HASHED_KEYS.items():
+        for key, value in REMOVED_HASHED_KEYS.items():
             parent, _, name = key.rpartition(".")
-            if parent in (block, f"{block}[{plain.get('name')}]"):
+            if parent in (block, f"{block}[{plain_data.get('name')}]"):
                 yield from flatten(value, f"{path}.{name}").items()
-    if isinstance(plain, dict | list):
-        for item_path, item in child_items(plain, path):
-            yield from hashed_defaults(item, item_path)
+    if isinstance(plain_data, dict | list):
+        for item_path, item in child_items(plain_data, path):
+            yield from removed_hashed_defaults(item, item_path)
 
 
-def drop_removed_keys(plain: Plain, path: str = "") -> Plain:
+def drop_removed_keys(plain_data: Plain, path: str = "") -> Plain:
     """Return the configuration (plain data) of an older run without removed keys that have their former defaults.
 
     Removed keys of `log` and removed loggers, which change no result, are left out whatever their values.
     """
-    if isinstance(plain, list):
+    if isinstance(plain_data, list):
         return [
-            drop_removed_keys(item, f"{path}[]") for item in plain if path != "log.to" or item not in REMOVED_LOGGERS
+            drop_removed_keys(item, f"{path}[]")
+            for item in plain_data
+            if path != "log.to" or item not in REMOVED_LOGGERS
         ]
-    if not isinstance(plain, dict):
-        return plain
+    if not isinstance(plain_data, dict):
+        return plain_data
     return {
         name: drop_removed_keys(value, join_path(path, name))
-        for name, value in plain.items()
-        if value not in (former_defaults := removed_defaults(path, str(plain.get("name", "")), name))
+        for name, value in plain_data.items()
+        if value not in (former_defaults := removed_defaults(path, str(plain_data.get("name", "")), name))
         and not (former_defaults and path == "log")
     }

@@ -24,11 +24,11 @@ BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", opera
 
 
 @functools.cache  # each configuration needs the fields of a class many times
-def typed_fields(schema: type) -> tuple[Field, ...]:
+def typed_fields(block_class: type) -> tuple[Field, ...]:
     """Return a dataclass's fields. Their `type` is a type, not text, even under `from __future__ import
     annotations`.
     """
-    specs, hints = declared_fields(schema), typing.get_type_hints(schema)
+    specs, hints = declared_fields(block_class), typing.get_type_hints(block_class)
     for spec in specs:
         spec.type = hints[spec.name]
     return specs
@@ -52,67 +52,74 @@ BlockClasses = Mapping[str, type]
 
 
 def variant(
-    table: BlockClasses,
+    block_classes: BlockClasses,
     default: BlockDefault,
     help: str,
     effect: DeclaredEffect = None,
     *,
     omit_default: bool = False,
-    by_user: bool = True,
+    user_settable: bool = True,
 ):
-    """Make a field for a block whose `name` selects a dataclass in `table`. A configuration that gives a name alone
-    takes all defaults.
+    """Make a field for a block whose `name` selects a dataclass in `block_classes`. A configuration that gives a name
+    alone takes all defaults.
 
     The default is a name; None, then the field may be null; a list, then the field is a list of such blocks; or a dict,
     then it maps names that the user chooses to such blocks.
 
     Args:
         effect, omit_default: as in `key`.
-        by_user: whether users may set the key; False: lm alone sets it.
+        user_settable: whether users may set the key; False: lm alone sets it.
     """
     is_single_block = not isinstance(default, list | dict)
-    make_default = (lambda: None if default is None else table[default]()) if is_single_block else default.copy
-    metadata = {"blocks": table, "default": default, "help": help, "effect": effect}
-    metadata |= {"omit_default": omit_default, "by_user": by_user}
+    make_default = (lambda: None if default is None else block_classes[default]()) if is_single_block else default.copy
+    metadata = {"blocks": block_classes, "default": default, "help": help, "effect": effect}
+    metadata |= {"omit_default": omit_default, "user_settable": user_settable}
     return field(default_factory=make_default, metadata=metadata)
 
 
 def section(
-    schema: type, help: str, effect: DeclaredEffect = None, *, default: BlockDefault = "", by_user: bool = True
+    block_class: type,
+    help: str,
+    effect: DeclaredEffect = None,
+    *,
+    default: BlockDefault = "",
+    user_settable: bool = True,
 ):
-    """Make a field for a nested block, which the dataclass `schema` describes.
+    """Make a field for a nested block, which the dataclass `block_class` describes.
 
     With `default` None the block is null (off) until one of its keys is given. With a list as `default`, the field
     holds a list of blocks.
     """
-    return variant({"": schema}, default, help, effect, by_user=by_user)
+    return variant({"": block_class}, default, help, effect, user_settable=user_settable)
 
 
-def fields_at(schema: type, path: str) -> list[Field]:
+def fields_at(block_class: type, path: str) -> list[Field]:
     """Return the fields along a dotted path such as `a[0].b`, the outermost first; [] if there is no such key.
 
     The list ends early at a field of plain data, and at a choice of blocks if none of them has the next name: a
     plugin's block may have it.
     """
-    specs, schemas, is_choice = [], [schema], False
+    specs, block_classes, is_choice = [], [block_class], False
     for name in path.split("."):
-        matches = (spec for block in schemas for spec in typed_fields(block) if spec.name == name.partition("[")[0])
+        matches = (
+            spec for block in block_classes for spec in typed_fields(block) if spec.name == name.partition("[")[0]
+        )
         if (spec := next(matches, None)) is None:
             return specs if is_choice else []
         specs.append(spec)
         if not (blocks := spec.metadata.get("blocks")):
             break
-        schemas, is_choice = [*blocks.values()], "" not in blocks
+        block_classes, is_choice = [*blocks.values()], "" not in blocks
     return specs
 
 
-def effect_at(schema: type, path: str) -> Effect | None:
-    """Return the effect of the key at the dotted `path`; None if `schema` has no such key.
+def effect_at(block_class: type, path: str) -> Effect | None:
+    """Return the effect of the key at the dotted `path`; None if `block_class` has no such key.
 
     A path into a key's plain data has the key's effect. An option of a plugin has the effect of the plugin's block. If
     a field declares `affects` alone, `on_resume` is `same` where model, training or seed is affected, else `free`.
     """
-    specs, entries = fields_at(schema, path), {}
+    specs, entries = fields_at(block_class, path), {}
     for changes in (spec.metadata["effect"] or {} for spec in specs):
         if affects := changes.get("affects"):
             entries["on_resume"] = "same" if affects in ("model", "training", "seed") else "free"
@@ -120,60 +127,63 @@ def effect_at(schema: type, path: str) -> Effect | None:
     return Effect(**entries) if specs else None
 
 
-def build_block(schema: type, data: Plain, path: str, problems: list[Problem], choices: BlockClasses | None = None):
-    """Return an instance of `schema` made from plain `data`, and append each problem of a single key to `problems`.
+def build_block(
+    block_class: type, data: Plain, path: str, problems: list[Problem], choices: BlockClasses | None = None
+):
+    """Return an instance of `block_class` made from plain `data`. Append each problem of a single key to `problems`.
 
-    Keys in the attribute `required_keys` of `schema` must be given, without empty items.
+    Keys in the attribute `required_keys` of `block_class` must be given, without empty items.
 
     Args:
         path: the block's path, which begins the paths of problems.
-        choices: {name: dataclass} from which the block's name selected `schema`, for advice on keys of other choices.
+        choices: {name: dataclass} from which the block's name selected `block_class`, for advice on keys of other
+            choices.
     """
-    specs, values = {spec.name: spec for spec in typed_fields(schema)}, {}
+    specs, values = {spec.name: spec for spec in typed_fields(block_class)}, {}
     if not isinstance(data, Mapping):
         problems.append(Problem(path, data, "must be a block of keys", f"keys: {', '.join(specs)}"))
-        return schema()
+        return block_class()
     for name, value in data.items():
         key_path = join_path(path, name)
         if name in specs:
             values[name] = _field_value(specs[name], value, key_path, problems)
-        elif defaults := removed_defaults(path, getattr(schema, "name", ""), name):
+        elif defaults := removed_defaults(path, getattr(block_class, "name", ""), name):
             if value not in defaults:
                 problems.append(Problem(key_path, value, "is no key of lm any more", "see CHANGELOG.md"))
-        elif name != "name" or not hasattr(schema, "name"):
-            advice = _key_advice(schema, str(name), choices or {}, path)
+        elif name != "name" or not hasattr(block_class, "name"):
+            advice = _key_advice(block_class, str(name), choices or {}, path)
             problems.append(Problem(key_path, value, "unknown key", advice))
-    block = schema(**{name: value for name, value in values.items() if value is not MISSING})
-    for name in getattr(schema, "required_keys", ()):
+    block = block_class(**{name: value for name, value in values.items() if value is not MISSING})
+    for name in getattr(block_class, "required_keys", ()):
         value = values.get(name, getattr(block, name))
         if value is not MISSING and (not value or "" in [*value]):
             problems.append(Problem(join_path(path, name), value, "must be given", specs[name].metadata["help"]))
     return block
 
 
-def _key_advice(schema: type, name: str, choices: BlockClasses, path: str) -> str:
+def _key_advice(block_class: type, name: str, choices: BlockClasses, path: str) -> str:
     """Return advice on the unknown key `name` of the block at `path`: where a key of this name, or a similar one,
     exists.
     """
     if ":" in name:
         return "write a space after the colon"
     if owners := [choice for choice, options in choices.items() if fields_at(options, name)]:
-        return f"it is an option of {', '.join(owners)}, not of {schema.name}"
-    paths = [*dict.fromkeys(_key_paths(schema))]
+        return f"it is an option of {', '.join(owners)}, not of {block_class.name}"
+    paths = [*dict.fromkeys(_key_paths(block_class))]
     match = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in paths], n=1)
     found_paths = [join_path(path, inner) for inner in paths if inner.rpartition(".")[2] in match]
     if match and match[0] not in paths and len(found_paths) <= 3:
         return f"did you mean {' or '.join(found_paths)}?"
-    return suggest(name, [spec.name for spec in typed_fields(schema)])
+    return suggest(name, [spec.name for spec in typed_fields(block_class)])
 
 
-def _key_paths(schema: type) -> Iterator[str]:
-    """Yield the path of each key of `schema` that a user may set. Keys of nested blocks count, those in lists and maps
-    of blocks do not.
+def _key_paths(block_class: type) -> Iterator[str]:
+    """Yield the path of each key of `block_class` that a user may set. Keys of nested blocks count, those in lists and
+    maps of blocks do not.
     """
-    for spec in typed_fields(schema):
+    for spec in typed_fields(block_class):
         yield spec.name
-        if not isinstance(spec.metadata.get("default"), list | dict) and spec.metadata.get("by_user", True):
+        if not isinstance(spec.metadata.get("default"), list | dict) and spec.metadata.get("user_settable", True):
             for block in spec.metadata.get("blocks", {}).values():
                 yield from (f"{spec.name}.{inner}" for inner in _key_paths(block))
 
@@ -229,26 +239,26 @@ def _select_block(blocks: BlockClasses, default: str | None, value: Plain, path:
         return MISSING
     name = value.get("name", default)
     try:
-        schema = blocks[name if isinstance(name, str) else ""]  # no block has an empty name
+        block_class = blocks[name if isinstance(name, str) else ""]  # no block has an empty name
     except PluginUnavailable as error:
         reason = error.reason, error.remedy
     except KeyError:
         reason = "unknown name", suggest(name, blocks) + removed_name_advice(name)
     else:
-        return build_block(schema, value, path, problems, blocks)
+        return build_block(block_class, value, path, problems, blocks)
     problems.append(Problem(f"{path}.name", name, *reason))
     return MISSING
 
 
-def build_named_block(table: BlockClasses, value: Plain, path: str, default: str | None = None):
-    """Return the block that `value`, a name or a block with a name, selects from `table`. Without a name, `default` is
-    taken.
+def build_named_block(block_classes: BlockClasses, value: Plain, path: str, default: str | None = None):
+    """Return the block that `value`, a name or a block with a name, selects from `block_classes`. Without a name,
+    `default` is taken.
 
     Raises ConfigError: one message lists all problems of single keys, or if there are none, all contradictions between
     the block's keys.
     """
     problems: list[Problem] = []
-    block = _select_block(table, default, value, path, problems)
+    block = _select_block(block_classes, default, value, path, problems)
     if problems := problems or cross_key_problems(block, path):
         raise ConfigError(problems)
     return block

@@ -204,8 +204,8 @@ class Phase:
 MODEL_COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a model
 
 
-def class_name_problems(key: str, entries: list[str | dict], names: Sequence[str] = ()) -> Iterator[Problem]:
-    """Yield a problem for each of `entries` that is neither one of `names` nor the import path of a class,
+def class_name_problems(key: str, entries: list[str | dict], known_names: Sequence[str] = ()) -> Iterator[Problem]:
+    """Yield a problem for each of `entries` that is neither one of `known_names` nor the import path of a class,
     `package.module:Class`.
 
     Args:
@@ -214,10 +214,10 @@ def class_name_problems(key: str, entries: list[str | dict], names: Sequence[str
     """
     for entry in entries:
         name = entry.get("name") if isinstance(entry, dict) else entry
-        if name not in names and not (isinstance(name, str) and all(name.partition(":"))):
-            remedy = "write package.module:Class, or {name: package.module:Class}"
-            remedy += removed_name_advice(name)
-            yield Problem(key, entry, f"names no class{''.join(f', nor {known_name}' for known_name in names)}", remedy)
+        if name not in known_names and not (isinstance(name, str) and all(name.partition(":"))):
+            remedy = f"write package.module:Class, or {{name: package.module:Class}}{removed_name_advice(name)}"
+            reason = f"names no class{''.join(f', nor {known_name}' for known_name in known_names)}"
+            yield Problem(key, entry, reason, remedy)
 
 
 @dataclass
@@ -305,7 +305,7 @@ class LogConfig:
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
     @property
-    def outside_loggers(self) -> list[str | dict]:
+    def logger_classes(self) -> list[str | dict]:
         """Return the entries of `to` that name classes: loggers other than wandb."""
         return [entry for entry in self.to if entry != "wandb"]
 

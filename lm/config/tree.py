@@ -81,7 +81,7 @@ class Config:
         ExperimentConfig,
         "the experiment and arm that the run belongs to",
         {"affects": "label", "acts_in": ("train", "swap")},
-        by_user=False,
+        user_settable=False,
     )
     log: LogConfig = section(LogConfig, "metrics and progress", {"affects": "label"})
 
@@ -143,28 +143,30 @@ class Config:
         """Return the number of optimizer steps that are done at the end of each phase of `training_phases`."""
         return [round(phase.until * self.trainer.max_steps) for phase in self.training_phases]
 
-    def phase_at(self, step: int) -> int:
+    def phase_index(self, step: int) -> int:
         """Return the index in `training_phases` of the phase in which training is after `step` steps. After all steps,
         return the last index.
         """
         return min(bisect_right(self.phase_ends, step), len(self.training_phases) - 1)
 
-    def model_in_phase(self, phase: int) -> ModelConfig:
-        """Return the decoder's options in a phase. The training length is `data.seq_len` in all phases."""
-        positions = [entry.position for entry in self.training_phases[: phase + 1] if entry.position]
+    def model_in_phase(self, phase_index: int) -> ModelConfig:
+        """Return the decoder's options in a phase of `training_phases`. The training length is `data.seq_len` in all
+        phases.
+        """
+        positions = [entry.position for entry in self.training_phases[: phase_index + 1] if entry.position]
         position = positions[-1] if positions else self.model.position
-        return replace(self.model, normalizer=self.training_phases[phase].normalizer, position=position)
+        return replace(self.model, normalizer=self.training_phases[phase_index].normalizer, position=position)
 
-    def config_in_phase(self, phase: int) -> "Config":
+    def config_in_phase(self, phase_index: int) -> "Config":
         """Return the configuration with a phase's sequence length in `data.seq_len`, by which training reads data."""
-        lengths = [entry.seq_len for entry in self.training_phases[: phase + 1] if entry.seq_len]
+        lengths = [entry.seq_len for entry in self.training_phases[: phase_index + 1] if entry.seq_len]
         return replace(self, data=replace(self.data, seq_len=lengths[-1])) if lengths else self
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, 0-based, times the learning-rate factor of the step's
         phase.
         """
-        return self.optim.lr_at(step, self.trainer.max_steps) * self.training_phases[self.phase_at(step)].lr_factor
+        return self.optim.lr_at(step, self.trainer.max_steps) * self.training_phases[self.phase_index(step)].lr_factor
 
 
 # ---------------------------------------------------------------- one form for equal configurations
@@ -196,7 +198,7 @@ def canonical_config(config: dict[str, Plain]) -> dict[str, Plain]:
         for name, value in (model | resolved_values).items()
         if value is not None or name not in resolved_values
     }
-    return {**config, "model": model}
+    return config | {"model": model}
 
 
 def config_differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:

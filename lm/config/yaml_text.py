@@ -92,9 +92,9 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
         raise ConfigError(f"{source}: not valid YAML: {reason}") from None
 
 
-def dump_yaml(plain: Plain) -> str:
+def dump_yaml(plain_data: Plain) -> str:
     """Write plain data as YAML, from which `parse_yaml` returns the same data."""
-    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(plain_data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def yaml_flow(value: object) -> str:
@@ -118,17 +118,17 @@ def override_text(key: str, value: object) -> str:
 # ---------------------------------------------------------------- interpolation
 
 
-def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """Return `plain`, a configuration that a user wrote, with the interpolations `${...}` in its values resolved.
+def resolve_interpolations(plain_config: dict[str, Plain]) -> dict[str, Plain]:
+    """Return a configuration that a user wrote, with the interpolations `${...}` in its values resolved.
 
     Configurations of checkpoints and exports are never resolved: `${...}` could read the user's environment variables.
 
     Raises ConfigError: an interpolation can't be resolved, or a value is `???`, which must be replaced.
     """
-    if not re.search(r"\$\{|\?{3}", str(plain)):  # OmegaConf takes several times as long as all that follows
-        return plain
+    if not re.search(r"\$\{|\?{3}", str(plain_config)):  # OmegaConf takes several times as long as all that follows
+        return plain_config
     try:
-        config = OmegaConf.create(plain)
+        config = OmegaConf.create(plain_config)
         if missing_paths := OmegaConf.missing_keys(config):
             raise ConfigError(
                 [Problem(path, "???", "must be given", "replace ??? by a value") for path in sorted(missing_paths)]

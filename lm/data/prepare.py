@@ -93,7 +93,7 @@ def find_store(data: DataConfig, store_fingerprint: str) -> Store | None:
     """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist. Return None
     if there is none.
     """
-    for path in sorted(data.stores_folder.glob(f"*/{MANIFEST}")):
+    for path in sorted(data.token_stores_folder.glob(f"*/{MANIFEST}")):
         with suppress(RunError, KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
             manifest = read_json(path)
             if manifest["format"] == STORE_FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
@@ -152,7 +152,7 @@ def _store_identity(data: DataConfig) -> dict[str, Plain]:
         return {"format": STORE_FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
     return {
         "format": STORE_FORMAT,
-        "source": [source_identity(weighted.source, data.stores_folder) for weighted in data.sources],
+        "source": [source_identity(weighted.source, data.token_stores_folder) for weighted in data.sources],
         "tokenizer": tokenizer.tokenizer_identity(data.tokenizer),
         "val_fraction": data.val_fraction,
         "deduplicate": data.deduplicate,
@@ -167,4 +167,4 @@ def _store_folder(data: DataConfig, identity: dict[str, Plain]) -> Path:
     """
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(source_labels(data))
-    return data.stores_folder / f"{name[:60]}-{plain_sha256(identity)[:12]}"
+    return data.token_stores_folder / f"{name[:60]}-{plain_sha256(identity)[:12]}"

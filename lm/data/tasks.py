@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, MQAR, TEST_DIVISOR, Needle, Task
+from lm.config.data_config import END_OF_TEXT, INVERSE_TEST_FRACTION, MQAR, Needle, Task
 from lm.data.tokenizer import adds_leading_space, decode, encode_with_offsets, special_token_mask
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ class Draw:
 
     def subset_has(self, *contents: int) -> bool:
         """Return whether `contents`, e.g. keys, belong to this subset. The hash of the contents decides: 1 in
-        `TEST_DIVISOR` contents is for test, the rest for training.
+        `INVERSE_TEST_FRACTION` contents is for test, the rest for training.
         """
-        return (integer_hash(contents) % TEST_DIVISOR == 0) == (self.subset == "test")
+        return (integer_hash(contents) % INVERSE_TEST_FRACTION == 0) == (self.subset == "test")
 
 
 def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
@@ -229,7 +229,7 @@ def _keys_and_values(task: MQAR, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
             return keys, order[: task.pairs]
     # Each key takes the first unused value whose pair belongs to this subset: values / 8 or more do, and other keys
     # take at most pairs - 1.
-    is_free = ((keys[:, None] + order) % TEST_DIVISOR == 0) == (draw.subset == "test")  # (pairs, values)
+    is_free = ((keys[:, None] + order) % INVERSE_TEST_FRACTION == 0) == (draw.subset == "test")  # (pairs, values)
     values = np.empty(task.pairs, np.int64)
     for pair in range(task.pairs):
         value_number = int(is_free[pair].argmax())

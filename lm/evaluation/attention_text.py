@@ -154,7 +154,7 @@ def model_attention(model: LoadedModel, text: str, layers: IndexList, heads: Ind
     """
     tokenizer, start = model.tokenizer_and_start()
     encoded = encode_with_offsets(tokenizer, text)
-    ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
+    ids, has_end = [start, *encoded.ids], model.spec.model.position.has_length_limit
     max_tokens = min(MAX_TOKENS, model.spec.seq_len if has_end else MAX_TOKENS)
     if len(ids) > max_tokens:
         raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, more than {max_tokens:,}; give a shorter text")

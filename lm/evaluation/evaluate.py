@@ -159,7 +159,7 @@ def open_store(model: LoadedModel, config: Config, config_files: Sequence[Path])
     fingerprint = model.metadata["data_fingerprint"]
     absence = (
         f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in "
-        f"{config.data.stores_folder.resolve()}"
+        f"{config.data.token_stores_folder.resolve()}"
     )
     remedy = "set data.root to where the store is, start where the run was trained, or bring the sources back"
     try:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pandas as pd
 
-from lm.config.eval_config import Timing
+from lm.config.eval_config import EvaluationTiming
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
@@ -218,9 +218,9 @@ class Measurement(ABC):
         return [metric.fill_name(**named) for metric in cls.logged_metrics for named in words]
 
     @classmethod
-    def options_of(cls, config: Config) -> Timing:
+    def options_of(cls, config: Config) -> EvaluationTiming:
         """Return the evaluation's options in a configuration, including those that say when it runs during training."""
-        return config.eval.kinds.get(cls.kind, Timing())
+        return config.eval.kind_options.get(cls.kind, EvaluationTiming())
 
     @classmethod
     def sequence_options(cls, config: Config, metric: str) -> dict[str, Plain]:
@@ -232,7 +232,7 @@ class Measurement(ABC):
         return length | config.eval.measurement_options(cls.kind)
 
     @property
-    def eval_config(self) -> Timing:
+    def eval_config(self) -> EvaluationTiming:
         """Return the evaluation's options in its own configuration."""
         return self.options_of(self.config)
 

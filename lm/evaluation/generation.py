@@ -78,7 +78,7 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
             remedy = f"its tokens are such as `{examples}`"
             raise ConfigError([Problem("--prompt", text, "the model has no token for it", remedy)])
     ids = [start, *encoding.ids]
-    if model.spec.model.position.has_last_position and len(ids) + max_new_tokens > model.decoder.seq_len:
+    if model.spec.model.position.has_length_limit and len(ids) + max_new_tokens > model.decoder.seq_len:
         room = model.decoder.seq_len - len(ids)
         raise ConfigError(
             [Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")]

@@ -77,7 +77,7 @@ def long_sequences(store: Store, config: Config) -> HeldOutSequences:
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = max(1, round(options.longest_factor * seq_len))
     if options.length_factor == "auto":
-        length = seq_len if config.model.position.has_last_position else length
+        length = seq_len if config.model.position.has_length_limit else length
         min_documents = min(2, int((store.val.lengths > 1).sum()))
         while length > 1 and (store.val.lengths > length).sum() < min_documents:
             length = max(1, length // 2)
@@ -442,7 +442,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOutSequences]:
     for length in lengths_from_factors(config.eval.swap_lengths, config.data):
         if length == config.data.seq_len:
             sequences.append(validation_sequences(store, config))
-        elif length > config.data.seq_len and config.model.position.has_last_position:
+        elif length > config.data.seq_len and config.model.position.has_length_limit:
             continue
         elif config.data.symbolic:
             with suppress(NoRoom):

@@ -17,7 +17,7 @@ import pandas as pd
 from lm.config import presets
 from lm.config.load import command_overrides, merge, merge_bases, nest_keys, parse_config, read_overrides, read_yaml
 from lm.config.normalizers import NORMALIZER_OPTIONS
-from lm.config.removed_keys import hashed_defaults
+from lm.config.removed_keys import removed_hashed_defaults
 from lm.config.schema import build_block, cross_key_problems, key, section
 from lm.config.tree import Config, ExperimentConfig, distinguishes_arms, key_effect
 from lm.config.yaml_text import override_text, resolve_interpolations
@@ -266,7 +266,7 @@ class Experiment:
     def due_evaluations(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
         """Return the kinds of evaluation that are due at the end of an arm's run, without validation; the options that
         `evaluate` asks for, by kind; and those of the run's configuration, by kind."""
-        (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kinds
+        (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kind_options
         steps = config.trainer.max_steps
         due_kinds = [kind for kind in wanted_kinds if not arm.is_trained or kinds[kind].is_due(steps, steps)]
         own_options = {kind: config.eval.measurement_options(kind) for kind in ("validation", *kinds)}
@@ -291,7 +291,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     areas = ("model", "training", "seed", "numerics", "evaluation")
     keys = flatten(plain).items()
     present = {path: value for path, value in keys if value is not None and key_effect(path).affects in areas}
-    return present | dict(hashed_defaults(plain))
+    return present | dict(removed_hashed_defaults(plain))
 
 
 def present_plan(experiment: Experiment) -> dict[str, dict]:

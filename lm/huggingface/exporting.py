@@ -290,7 +290,7 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         **LM_CONFIG_FIELDS, **{name: getattr(model, name) for name in MODEL_FIELDS}, **rope_fields,
         "vocab_size": spec.vocab_size, "seq_len": spec.seq_len, "block": model.block.name,
         "rope_layers": [rope.rotates_in(layer) for layer in range(model.n_layer)],
-        "learned_positions": rope.has_last_position, "tie_word_embeddings": model.tied,
+        "learned_positions": rope.has_length_limit, "tie_word_embeddings": model.tied,
         "initializer_range": model.init_std, "dtype": "float32",
         "normalizers": [
             {**to_plain(normalizer.options), **normalizer.length_constants()} for normalizer in normalizers

@@ -168,7 +168,7 @@ def import_model(
     architecture = ARCHITECTURES[kind]
     spec = architecture.read(fields)
     positions = spec.seq_len
-    if length is not None and length != positions and spec.model.position.has_last_position:
+    if length is not None and length != positions and spec.model.position.has_length_limit:
         raise ConfigError([Problem("--length", length, f"{source} has learned positions for {positions}", "drop it")])
     if end_of_text and model.tokenizer is None:
         raise ConfigError(

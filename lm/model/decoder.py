@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         self.rope_scaling: RopeScaling = NO_SCALING
         self.embedding = UninitialisedEmbedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
-        self.position = UninitialisedEmbedding(seq_len, config.n_embd) if config.position.has_last_position else None
+        self.position = UninitialisedEmbedding(seq_len, config.n_embd) if config.position.has_length_limit else None
         self.dropout = nn.Dropout(config.dropout)
         block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))

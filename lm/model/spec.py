@@ -57,7 +57,7 @@ class ModelSpec:
         )
 
     @classmethod
-    def from_plain(cls, plain: Plain) -> "ModelSpec":
+    def from_plain(cls, plain_spec: Plain) -> "ModelSpec":
         """Return the spec that plain data (`lm.plain.to_plain`) describe.
 
         Raises ConfigError: the data are invalid, or name a normalizer from outside lm whose import is not allowed or
@@ -65,11 +65,11 @@ class ModelSpec:
         """
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
         problems = (
-            [Problem(name, None, "is missing") for name in sorted(names - plain.keys())]
-            if isinstance(plain, Mapping)
+            [Problem(name, None, "is missing") for name in sorted(names - plain_spec.keys())]
+            if isinstance(plain_spec, Mapping)
             else []
         )
-        spec = build_block(cls, plain, "", problems)
+        spec = build_block(cls, plain_spec, "", problems)
         if problems := problems or cross_key_problems(spec):
             raise ConfigError(problems)
         return spec

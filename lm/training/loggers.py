@@ -147,7 +147,7 @@ def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -
         ConfigError: a user's logger can't be imported or made.
         RunError: wandb can't be started.
     """
-    outside = make_user_objects("log.to", config.log.outside_loggers, Logger, FailsafeLogger)
+    outside = make_user_objects("log.to", config.log.logger_classes, Logger, FailsafeLogger)
     for logger in outside:
         logger.attempt(logger.log_hyperparams, to_plain(config))
     loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)] * is_main

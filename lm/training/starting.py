@@ -127,7 +127,7 @@ def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: P
     their values.
     """
     problems, positions = [], (decoder.config.position, source.config.position)
-    is_learned = any(position.has_last_position for position in positions)
+    is_learned = any(position.has_length_limit for position in positions)
     if is_learned and (positions[0] != positions[1] or decoder.seq_len != source.seq_len):
         reason = f"{path} has {positions[1].label} for {source.seq_len} tokens, and learned positions are weights"
         problems.append(Problem("model.position", positions[0].name, reason, "set it and data.seq_len to that"))
@@ -301,7 +301,7 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     phase's normalizers and positions.
     """
     metadata = checkpoint["lm"]
-    phase = config.phase_at(metadata["step"])
+    phase = config.phase_index(metadata["step"])
     decoder = Decoder(config.model_in_phase(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     state = RunState.from_plain(metadata, config.run_folder / CHECKPOINTS)
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)

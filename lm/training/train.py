@@ -49,7 +49,7 @@ def train(config: Config) -> int:
                 key = f"phases[{index}].seq_len" if phase.seq_len else "data.seq_len"
                 check_text_lengths(store, config.config_in_phase(index), key=key)
                 train_sequences(store, config.config_in_phase(index))  # its tasks have room
-            if config.trainer.callbacks or config.log.outside_loggers:
+            if config.trainer.callbacks or config.log.logger_classes:
                 import torchmetrics  # noqa: F401 (`self.log` needs it)
             from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it
 

@@ -81,7 +81,7 @@ def test_a_base_is_a_file_beside_its_heir_else_a_preset(tmp_path, monkeypatch, b
 
 def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    listed = dict(presets.names())
+    listed = dict(presets.list_presets())
     assert len(listed) == len([*(ROOT / "configs").rglob("*.yaml")])
     assert all(listed.values()), "the comment at the top of each file says what it is"
     assert listed["data/slimpajama"].endswith("2 million documents (about 2 billion tokens)"), "a sentence of two lines"
