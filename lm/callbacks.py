@@ -13,7 +13,7 @@ import lightning as L
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import parse_config
 from lm.data.prepare import prepare
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.measurement import Measurement
 from lm.evaluation.metrics import measurements
 from lm.model.decoder import LogitsModel
 from lm.model.device import Device

@@ -25,8 +25,8 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.config import normalizers as kinds
 from lm.config.model_config import ModelConfig
-from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import nll_by_token
+from lm.evaluation.measurement import HeldOutSequences
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device

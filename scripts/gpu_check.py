@@ -37,8 +37,8 @@ from lm.config import normalizers as kinds
 from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
-from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import nll_by_token
+from lm.evaluation.measurement import HeldOutSequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import flops_per_token

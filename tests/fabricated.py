@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lm.evaluation.evaluation_kind import metric_rows, units_frame
 from lm.evaluation.held_out import Validation
+from lm.evaluation.measurement import metric_rows, sampling_unit_frame
 from lm.experiments.loop import ExperimentTrainer
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
@@ -57,7 +57,7 @@ def write_validation(
 
 def validation_frame(losses: np.ndarray, unigram: float = 9.0, units: pd.DataFrame | None = None) -> pd.DataFrame:
     """Return the rows of a validation with the given losses of units; by default of documents, one sequence each."""
-    units = units_frame("held-out", np.arange(len(losses)), None, FINGERPRINT) if units is None else units
+    units = sampling_unit_frame("held-out", np.arange(len(losses)), None, FINGERPRINT) if units is None else units
     return metric_rows(replace(Validation.logged_metrics[0], references=((UNIGRAM, unigram),)), losses[:, None], units)
 
 
@@ -86,7 +86,7 @@ def make_evaluation(
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
-    """Write an evaluation to a run folder, as `lm.evaluation.evaluation_kind` does, and return its path."""
+    """Write an evaluation to a run folder, as `lm.evaluation.measurement` does, and return its path."""
     path = evaluation_path(folder, evaluation.kind, evaluation.step)
     write_files(folder, {str(path.relative_to(folder)): evaluation.content()}, evaluation.step)
     return path

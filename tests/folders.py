@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.measurement import Measurement
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint

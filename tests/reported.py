@@ -15,8 +15,8 @@ from manifests import record_files
 
 from lm.config import load as configuration
 from lm.evaluation.answers import ACCURACY, rows_by_length
-from lm.evaluation.evaluation_kind import metric_rows, units_frame
 from lm.evaluation.held_out import LongContext, Validation
+from lm.evaluation.measurement import metric_rows, sampling_unit_frame
 from lm.report.comparison import ArmComparison, Difference, compare_runs
 from lm.report.comparison_pictures import drawn_runs
 from lm.report.html import run_sections, write_comparison
@@ -117,7 +117,7 @@ def build_run(
         if "val/loss" in lines[-1]:
             lines[-1] |= {"val/loss": nll.mean(), "val/bits_per_byte": nll.mean() / 2.9}
         documents = np.arange(128) // 8
-        units = units_frame(tokens, documents, np.full(128, 256), fingerprint)
+        units = sampling_unit_frame(tokens, documents, np.full(128, 256), fingerprint)
         frame = pd.concat(
             [validation_frame(nll, 6.31, units), metric_rows(Validation.logged_metrics[2], nll.mean() / 2.9)]
         )
@@ -131,7 +131,7 @@ def build_run(
         position = np.arange(length)
         hard = sequence_rng.normal(0, 0.3, (count, 1))
         about = replace(LongContext.logged_metrics[0], name="", amount=f"{count} of {length:,} tokens")
-        units, blocks = units_frame(tokens, np.arange(count) // 2, None, fingerprint), []
+        units, blocks = sampling_unit_frame(tokens, np.arange(count) // 2, None, fingerprint), []
         for factor in (1.0, 50.0):
             growth = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
             by_sequence = (
@@ -209,7 +209,7 @@ def accuracy_rows(
     samples = [
         (
             np.asarray(row, float)[:, None],
-            units_frame(f"{sha256}{length}", np.arange(len(row)), np.full(len(row), weight)),
+            sampling_unit_frame(f"{sha256}{length}", np.arange(len(row)), np.full(len(row), weight)),
         )
         for length, row in sorted(right.items())
     ]

@@ -26,8 +26,8 @@ from lm.data.store import Store
 from lm.data.tasks import TaskError, TaskText, check_task, make_example
 from lm.diagnostics.attention_rows import HEAD_AXIS
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_rows, tokens_sha256, units_frame
 from lm.evaluation.held_out import LENGTH_AXIS, drop_single_setting, inference_setting_labels, measure_sequences
+from lm.evaluation.measurement import HeldOutSequences, Measurement, metric_rows, sampling_unit_frame, tokens_sha256
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll
@@ -36,7 +36,9 @@ from lm.model.device import Device
 from lm.plain import Plain, distinct_names, to_plain
 from lm.runs.evaluations import NATS, Metric
 
-ValuesAndUnits = tuple[np.ndarray, pd.DataFrame]  # (units, 1) values of sequences, and the sequences as `units_frame`
+ValuesAndUnits = tuple[
+    np.ndarray, pd.DataFrame
+]  # (units, 1) values of sequences, and the sequences as `sampling_unit_frame`
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
 ATTENTION_NEEDLE_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
@@ -200,7 +202,7 @@ class Recall(AnswerMeasurement):
             [right[start - 1 : stop - 1].all() for start, stop in item.answer_spans]
             for right, item in zip(hits, examples, strict=True)
         ]
-        units = held_out.units("", counts=True)
+        units = held_out.sampling_units("", weigh_by_targets=True)
         questions = units.assign(weight=len(whole[0]))
         samples = [(held_out.sequence_means(values), units) for values in (hits, losses)]
         return [(np.mean(whole, axis=1)[:, None], questions), *samples]
@@ -403,7 +405,7 @@ def _trial_units(trials: list[NeedleTrial]) -> pd.DataFrame:
     independent.
     """
     sha256 = tokens_sha256(part for trial in trials for part in (trial.prompt, trial.answer))
-    return units_frame(sha256, np.array([trial.sequence_index for trial in trials]))
+    return sampling_unit_frame(sha256, np.array([trial.sequence_index for trial in trials]))
 
 
 def _mean_over_depths(scores_by_depth: Sequence[ValuesAndUnits]) -> ValuesAndUnits:

@@ -33,8 +33,8 @@ from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
 from lm.diagnostics.sparsity import sparsity_statistics
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_rows, units_frame
 from lm.evaluation.held_out import evenly_spaced_sequences, measure_sequences, validation_sequences
+from lm.evaluation.measurement import HeldOutSequences, Measurement, metric_rows, sampling_unit_frame
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, with_inference_setting
@@ -126,7 +126,7 @@ class Diagnostics(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), seed = self.held_out, self.config.seed
-        return diagnostic_rows(decoder, sequences, self.eval_config, device, seed, self.fingerprint)
+        return diagnostic_rows(decoder, sequences, self.eval_config, device, seed, self.data_fingerprint)
 
 
 def diagnostic_rows(
@@ -203,7 +203,7 @@ def _statistic_rows(
         log_name = "diagnostics/{STATISTIC}" * (statistic.in_reports and model == trained)
         count = np.isfinite(array).sum((1, 2, 3)) if array.ndim == 4 else np.zeros(0)
         if count.any():
-            units = units_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
+            units = sampling_unit_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
             means = np.where(count, nan_mean(array, (1, 2, 3)), 0.0)[:, None]
             yield metric_rows(replace(document_metric, name=log_name), means, units, setting=model)
         else:
@@ -219,7 +219,7 @@ def _statistic_rows(
                 ]
                 yield metric_rows(exponent_metric, nan_mean(b), setting=model)
         curve = replace(document_metric, axis=VISIBLE_KEYS_AXIS, **(reported if statistic.in_reports else {}))
-        units, n = held_out.units(fingerprint), values_by_model[model].n[:, :, None]
+        units, n = held_out.sampling_units(fingerprint), values_by_model[model].n[:, :, None]
         for first, last in bins:
             means = nan_mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))

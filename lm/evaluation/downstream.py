@@ -21,7 +21,7 @@ import torch
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
-from lm.evaluation.evaluation_kind import Measurement, metric_rows, units_frame
+from lm.evaluation.measurement import Measurement, metric_rows, sampling_unit_frame
 from lm.files import expand_home
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum
@@ -133,7 +133,7 @@ class DownstreamTasks(Measurement):
             values = np.array([number for number in numbers if not isinstance(number, list | tuple)], float)
             by_document = len(values) == len(answers) > 0 and math.isclose(values.mean(), mean, abs_tol=1e-6)
             hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
-            units = units_frame(hashlib.sha256(hashes.encode()).hexdigest(), np.arange(len(values)))
+            units = sampling_unit_frame(hashlib.sha256(hashes.encode()).hexdigest(), np.arange(len(values)))
             lm_metric = Metric(
                 self.logged_metrics[0].name,
                 "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else "",

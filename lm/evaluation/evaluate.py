@@ -18,7 +18,7 @@ from lm.config.tree import Config
 from lm.data.prepare import check_text_lengths, find_store, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.measurement import Measurement
 from lm.evaluation.metrics import measurements
 from lm.machine import threads_per_process
 from lm.model.device import Device, resolve_device, resolve_precision

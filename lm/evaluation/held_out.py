@@ -20,7 +20,7 @@ from lm.data.sources import source_labels as source_labels
 from lm.data.store import TOKENIZER, Store
 from lm.data.tasks import STORE_SEED, NoRoom, make_example
 from lm.errors import ConfigError, DataError, Problem
-from lm.evaluation.evaluation_kind import HeldOutSequences, Measurement, metric_rows
+from lm.evaluation.measurement import HeldOutSequences, Measurement, metric_rows
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
@@ -28,7 +28,7 @@ from lm.plain import Plain, distinct_names, to_plain
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import LOSS, NATS, UNIGRAM, UNIGRAM_BOUND, VALIDATION, Axis, Metric
-from lm.statistics.units import selection_mask
+from lm.statistics.sampling_units import model_selection_mask
 
 MAX_BATCH_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
 
@@ -271,7 +271,7 @@ class Validation(Measurement):
         (sequences,), data = self.held_out, self.config.data
         nll = nll_by_token(decoder, sequences, device)
         means = sequences.sequence_means(nll)
-        units = sequences.units(self.fingerprint, counts=True)
+        units = sequences.sampling_units(self.data_fingerprint, weigh_by_targets=True)
         loss, part_loss, bits = self.logged_metrics
         amount = sequences.size_text + ", nats per token of the answers" * data.symbolic
         blocks = [
@@ -280,7 +280,7 @@ class Validation(Measurement):
         if not data.symbolic:
             blocks.append(metric_rows(replace(bits, amount=amount), bits_per_byte(nll, sequences)))
         for number, name in enumerate(self.source_or_task_names(self.config)):
-            if (part := sequences.sources == number).any():
+            if (part := sequences.source_indices == number).any():
                 blocks.append(metric_rows(part_loss, means[part], units[part], task=name))
         return blocks
 
@@ -331,9 +331,9 @@ class OtherTexts(Measurement):
         blocks, (loss, bits) = [], self.logged_metrics
         for (name, text), sequences in zip(self.stores.items(), self.held_out, strict=True):
             nll, fingerprint = nll_by_token(decoder, sequences, device), text.fingerprint
-            selection = selection_mask(fingerprint, sequences.document_labels)
+            selection = model_selection_mask(fingerprint, sequences.document_labels)
             splits = selection.any() and not selection.all()  # else too few documents to divide: all report
-            units = sequences.units(fingerprint if splits else "")
+            units = sequences.sampling_units(fingerprint if splits else "")
             for metric, *values in (
                 (loss, sequences.sequence_means(nll), units),
                 (bits, bits_per_byte(nll, sequences)),
@@ -365,7 +365,10 @@ class LongContext(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), blocks = self.held_out, []
-        metric, units = replace(self.logged_metrics[0], amount=sequences.size_text), sequences.units(self.fingerprint)
+        metric, units = (
+            replace(self.logged_metrics[0], amount=sequences.size_text),
+            sequences.sampling_units(self.data_fingerprint),
+        )
         for label, model in self.decoders_by_setting(decoder):
             nll = nll_by_token(model, sequences, device)
             columns = position_bucket_means(sequences, nll, self.config.data.seq_len)
@@ -416,7 +419,10 @@ class LossByLength(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         stretches, blocks = self.held_out[-1], []
-        metric, units = replace(self.logged_metrics[0], amount=stretches.size_text), stretches.units(self.fingerprint)
+        metric, units = (
+            replace(self.logged_metrics[0], amount=stretches.size_text),
+            stretches.sampling_units(self.data_fingerprint),
+        )
         metric = drop_single_setting(metric, self.eval_config.inference)
         for label, model in self.decoders_by_setting(decoder):
             losses = [nll_by_token(model, cut, device) for cut in self.held_out]
@@ -497,7 +503,7 @@ class SwapMeasurement(Measurement):
         logged_length = min(lengths, key=lambda length: length != seq_len, default=seq_len)
         for length, sequences in zip(lengths, self.held_out, strict=True):
             before, after, kl = token_losses_and_kl(old, decoder, sequences, device)
-            units = sequences.units(self.fingerprint, counts=True)
+            units = sequences.sampling_units(self.data_fingerprint, weigh_by_targets=True)
             for metric, values in zip(
                 (*self.logged_metrics, self._loss_change_metric), (before, after, kl, after - before), strict=True
             ):

@@ -14,8 +14,8 @@ from lm.errors import ConfigError, Problem, suggest
 from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
-from lm.evaluation.evaluation_kind import Measurement, metric_rows, units_frame
 from lm.evaluation.held_out import LongContext, LossByLength, OtherTexts, SwapMeasurement, Validation
+from lm.evaluation.measurement import Measurement, metric_rows, sampling_unit_frame
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.report.comparison import REPORTING
@@ -52,7 +52,7 @@ class CallbackMeasurement(Measurement):
         (metric,), blocks = self.logged_metrics, []
         for name, value in self.values.items():
             # one value, which pairs with that of another run
-            units = units_frame(hashlib.sha256(name.encode()).hexdigest(), np.zeros(1, int))
+            units = sampling_unit_frame(hashlib.sha256(name.encode()).hexdigest(), np.zeros(1, int))
             blocks.append(metric_rows(replace(metric, quantity=name), np.array([[value]]), units))
         return blocks
 

@@ -42,7 +42,7 @@ from lm.plain import Plain
 from lm.runs.folder import CONFIG, EVALUATIONS, METRICS, RESOLVED_FILE, read_environment
 from lm.runs.manifest import read_file, write_files
 from lm.runs.record import run_starts
-from lm.statistics.units import selection_mask
+from lm.statistics.sampling_units import model_selection_mask
 
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
 PLAN = "planned"
@@ -208,7 +208,7 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
     if not experiment.has_documents:
         return
     labels = validation_sequences(store, config).document_labels
-    chosen = selection_mask(store.fingerprint, labels)
+    chosen = model_selection_mask(store.fingerprint, labels)
     for use, mask in {"report": ~chosen, "choose learning rates": chosen | (not experiment.is_tuned)}.items():
         if not mask.any():
             reason = f"none of the {len(set(labels.tolist()))} held-out documents is left to {use} on"

@@ -40,7 +40,7 @@ from lm.model.device import count_gpus, visible_gpu_names
 from lm.plain import Plain
 from lm.report.tables import number_text
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
-from lm.statistics.units import NoDocuments
+from lm.statistics.sampling_units import NoDocuments
 
 if TYPE_CHECKING:
     from submitit import Job

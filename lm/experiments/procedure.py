@@ -25,7 +25,7 @@ from lm.machine import STOP_SIGNALS
 from lm.plain import to_plain
 from lm.plugins import top_level_package
 from lm.runs.folder import CONFIG, ENVIRONMENT
-from lm.statistics.units import units_of_part
+from lm.statistics.sampling_units import units_of_split
 
 FAILURE_SUFFIX = "failed.json"  # suffix of the file beside a run's log that says why the run failed
 MAX_GRID_EXTENSIONS = 2  # how often a grid of rates may grow
@@ -324,7 +324,7 @@ class Procedure:
         outcome, metric, has_finished = run.outcome, self.experiment.primary.metric, run.outcome.state == "finished"
         units = pd.DataFrame({"value": [outcome.mean(metric, selection=False)], "weight": 1.0, "group": None})
         if has_finished and self.experiment.has_documents:
-            measured = units_of_part(outcome.units(metric), "reports")
+            measured = units_of_split(outcome.units(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
         names = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed}

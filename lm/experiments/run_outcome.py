@@ -27,7 +27,7 @@ from lm.runs.folder import (
 from lm.runs.manifest import check_file, read_file
 from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.statistics.intervals import is_unlearned
-from lm.statistics.units import unit_rows, units_of_part, weighted_mean
+from lm.statistics.sampling_units import unit_rows, units_of_split, weighted_mean
 
 SELECTION_METRIC = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
 OptionsByKind = dict[str, dict[str, Plain]]  # options of `eval`, by kind of evaluation
@@ -239,7 +239,7 @@ class Outcome:
         rates are chosen; infinite unless the run finished."""
         if self.state != "finished":
             return math.inf
-        return weighted_mean(units_of_part(self.units(metric), "selects" if selection else "reports"))
+        return weighted_mean(units_of_split(self.units(metric), "selects" if selection else "reports"))
 
 
 # ---------------------------------------------------------------- tuning runs in a table

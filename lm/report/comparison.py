@@ -26,7 +26,7 @@ from lm.statistics.intervals import (
     interval_over_documents,
     interval_over_questions,
 )
-from lm.statistics.units import grouped_mean
+from lm.statistics.sampling_units import grouped_mean
 
 REPORTING = "of reporting documents"  # what names of metrics in reports end with, if other documents are left out
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have

@@ -24,7 +24,7 @@ from lm.runs.evaluations import point_means
 from lm.runs.folder import DIVERGED_KEY, Curve
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import Interval
-from lm.statistics.units import grouped_mean
+from lm.statistics.sampling_units import grouped_mean
 from lm.statistics.verdicts import seed_count_text
 
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins

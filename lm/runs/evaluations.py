@@ -25,7 +25,7 @@ from lm.files import source_files_sha256
 from lm.plain import Plain, distinct_names, json_value
 from lm.runs.folder import EVALUATIONS
 from lm.runs.manifest import read_file
-from lm.statistics.units import grouped_mean, unit_rows, weighted_mean
+from lm.statistics.sampling_units import grouped_mean, unit_rows, weighted_mean
 
 # ---------------------------------------------------------------- metrics
 

@@ -33,7 +33,7 @@ from lm.runs.folder import (
     require_run,
 )
 from lm.runs.manifest import read_file
-from lm.statistics.units import weighted_mean
+from lm.statistics.sampling_units import weighted_mean
 
 
 def run_starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:

@@ -7,8 +7,8 @@ import time
 from typing import ClassVar
 
 from lm.errors import RunError, one_line
-from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import SwapMeasurement
+from lm.evaluation.measurement import Measurement
 from lm.evaluation.metrics import CallbackMeasurement, is_reserved_metric_name
 from lm.evaluation.swap import describe_swap
 from lm.model.decoder import Decoder

@@ -13,7 +13,7 @@ from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import Diverged, RunError, one_line
 from lm.evaluation.evaluate import evaluate_model, open_device
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.measurement import Measurement
 from lm.evaluation.metrics import measurements
 from lm.files import UNFINISHED_MARK, json_bytes
 from lm.machine import block_stop_signals, keep_freed_memory, threads_per_process

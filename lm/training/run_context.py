@@ -12,7 +12,7 @@ from types import FrameType
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.store import Store
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.measurement import Measurement
 from lm.machine import STOP_SIGNALS, unblock_stop_signals
 from lm.model.device import Machine
 from lm.plain import Plain

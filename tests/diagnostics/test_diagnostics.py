@@ -34,9 +34,9 @@ from lm.diagnostics.attention_rows import (
     query_indices,
 )
 from lm.evaluation.diagnostics import diagnostic_rows, diagnostic_sequences, statistics_of
-from lm.evaluation.evaluation_kind import HeldOutSequences, units_frame
-from lm.evaluation.evaluation_kind import metric_rows as evaluation_rows
 from lm.evaluation.held_out import LENGTH_AXIS
+from lm.evaluation.measurement import HeldOutSequences, sampling_unit_frame
+from lm.evaluation.measurement import metric_rows as evaluation_rows
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
@@ -383,7 +383,7 @@ def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.
     about = Metric("", "nats", "lower", "", "change of loss", "documents", True, LENGTH_AXIS)
     points = zip((64, 128, 256), values, documents, strict=True)
     blocks = [
-        evaluation_rows(about, np.array([row]).T, units_frame("", np.array(groups)), [length])
+        evaluation_rows(about, np.array([row]).T, sampling_unit_frame("", np.array(groups)), [length])
         for length, row, groups in points
     ]
     print_results([EvaluationResult(Path("runs/one"), make_evaluation(pd.concat(blocks), "swap"), is_cached=False)])

@@ -13,8 +13,8 @@ import torch
 from conftest import ROOT
 
 from lm.data.prepare import prepare
-from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import nll_by_token
+from lm.evaluation.measurement import HeldOutSequences
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder, LogitsModel
 from lm.model.device import Device

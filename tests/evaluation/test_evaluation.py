@@ -24,7 +24,6 @@ from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
-from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import (
     LongContext,
     bits_per_byte,
@@ -35,6 +34,7 @@ from lm.evaluation.held_out import (
     swap_sequences,
     validation_sequences,
 )
+from lm.evaluation.measurement import HeldOutSequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import with_inference_setting
@@ -102,7 +102,7 @@ def test_the_bytes_are_those_of_the_tokens_that_are_predicted_and_count():
         predictions = [(i, t) for i in range(3) for t in range(8) if answers is None or answers[i, t]]
         bits = sum(nll[i, t] for i, t in predictions) / math.log(2)
         n_bytes = sum(token_bytes[sequences[i, t + 1]] for i, t in predictions)
-        held_out = HeldOutSequences(sequences, token_bytes, answers=answers)
+        held_out = HeldOutSequences(sequences, token_bytes, answer_mask=answers)
         assert bits_per_byte(nll, held_out) == pytest.approx(bits / n_bytes, rel=1e-6)
 
 

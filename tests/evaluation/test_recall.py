@@ -21,8 +21,8 @@ from lm.data.tasks import Draw, Example, make_example
 from lm.errors import ConfigError
 from lm.evaluation import answers
 from lm.evaluation.answers import Recall, answer_losses_and_hits
-from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import Validation, validation_sequences
+from lm.evaluation.measurement import HeldOutSequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.report.evaluation_tables import result_rows
@@ -71,8 +71,8 @@ def test_answers_equal_the_full_computation(
     tokens = torch.from_numpy(held_out.sequences)
     logits = decoder.eval().logits(tokens[:, :-1]).detach()
     losses = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none").numpy()
-    assert np.allclose(nll, np.where(held_out.answers, losses, 0), atol=1e-5)
-    assert np.array_equal(hits, held_out.answers & (logits.argmax(-1) == tokens[:, 1:]).numpy())
+    assert np.allclose(nll, np.where(held_out.answer_mask, losses, 0), atol=1e-5)
+    assert np.array_equal(hits, held_out.answer_mask & (logits.argmax(-1) == tokens[:, 1:]).numpy())
 
 
 @pytest.mark.slow
@@ -95,9 +95,9 @@ def test_an_answer_is_right_if_all_its_tokens_are(tiny, monkeypatch):
     """Of two questions with answers of several tokens, one in each sequence has one wrong token."""
 
     def one_wrong_token(decoder: Decoder, held_out: HeldOutSequences, *_: object) -> np.ndarray:
-        hits = held_out.answers.copy()
+        hits = held_out.answer_mask.copy()
         hits[np.arange(len(hits)), hits.argmax(1)] = False
-        return np.stack((np.where(held_out.answers, 0.5, 0), hits))
+        return np.stack((np.where(held_out.answer_mask, 0.5, 0), hits))
 
     config = tiny(
         "data.seq_len=256", "eval.recall={tasks: [{name: needle, needles: 2}], length_factors: [1], sequences: 4}"

@@ -19,8 +19,8 @@ from lm.cli import main
 from lm.config import normalizers as kinds
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
-from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import SwapMeasurement, swap_sequences, token_losses_and_kl
+from lm.evaluation.measurement import HeldOutSequences
 from lm.evaluation.swap import describe_swap, swap_run
 from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
@@ -211,7 +211,7 @@ def test_of_a_task_only_answers_count_at_every_length(tiny):
     assert [(part.length, len(part.sequences)) for part in sequences] == [(16, 5), (32, 4), (64, 5)], (
         "no room in 4 tokens"
     )
-    assert all((part.answers.sum(1) == 2).all() for part in sequences)
+    assert all((part.answer_mask.sum(1) == 2).all() for part in sequences)
 
 
 # ---------------------------------------------------------------- lm swap

@@ -13,12 +13,12 @@ from folders import measure_curves, metric_lines
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError
 from lm.evaluation import held_out
-from lm.evaluation.evaluation_kind import HeldOutSequences
 from lm.evaluation.held_out import OtherTexts, long_sequences
+from lm.evaluation.measurement import HeldOutSequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.loading import load
-from lm.statistics.units import selection_mask
+from lm.statistics.sampling_units import model_selection_mask
 from lm.training.train import train
 
 OFF = "eval.long_context.length_factor=0"
@@ -78,7 +78,7 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
     }
     (code_units,), (verse_units,) = by_name["code"].points, by_name["verse"].points
     fingerprint = texts.stores["code"].fingerprint
-    selects = selection_mask(fingerprint, code_units.groups.astype(int))
+    selects = model_selection_mask(fingerprint, code_units.groups.astype(int))
     assert ((code_units.rows["part"] == "selects") == selects).all()
     assert (verse_units.rows["part"] == "").all()  # all of one document reports
 

@@ -25,13 +25,13 @@ from trials import procedure_of
 
 from lm.config.load import to_yaml
 from lm.evaluation.answers import Recall, rows_by_length
-from lm.evaluation.evaluation_kind import units_frame
+from lm.evaluation.measurement import sampling_unit_frame
 from lm.experiments.compare import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.report.frame import results
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import estimate_over_seeds_and_documents
-from lm.statistics.units import selection_mask
+from lm.statistics.sampling_units import model_selection_mask
 from lm.statistics.verdicts import power, smallest_difference
 
 
@@ -48,7 +48,8 @@ def experiment(folder: Path, **changes: object) -> Procedure:
 def recall(value: float, *levels: tuple[str, float]) -> dict[str, pd.DataFrame]:
     """Accuracy in sequences of 16 and of 64 tokens, half of and twice the training length."""
     samples = [
-        (np.full((4, 1), value), units_frame(f"of {length}", np.arange(4), np.full(4, 8))) for length in (16, 64)
+        (np.full((4, 1), value), sampling_unit_frame(f"of {length}", np.arange(4), np.full(4, 8)))
+        for length in (16, 64)
     ]
     about = replace(Recall.logged_metrics[0], title="", references=levels)
     return {"recall": rows_by_length(about, [16, 64], samples, task="needle")}
@@ -102,7 +103,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
         finish_run(run, 5.0)
         values = by_run[run.arm, run.seed] = 5 + random.normal(0, 0.1, 40)
         write_frame(run, "validation", run.outcome.last_step, validation_frame(values))
-    report = np.flatnonzero(~selection_mask(FINGERPRINT, np.arange(40))).tolist()
+    report = np.flatnonzero(~model_selection_mask(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report] for seed in (1, 2, 3)])
     expected = estimate_over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
     assert procedure.judgement().entries()[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
@@ -111,7 +112,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
 
 @pytest.mark.parametrize("by", [{}, {"metric": "primary"}])
 def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_report(tmp_path, by):
-    selects_document = selection_mask(FINGERPRINT, np.arange(40))
+    selects_document = model_selection_mask(FINGERPRINT, np.arange(40))
     optima = {True: 2e-3, False: 4e-3}  # by whether a document selects
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3, 8e-3], "seeds": [101, 102], **by})
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:

@@ -272,7 +272,7 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
 def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict, tmp_path, overrides, monkeypatch):
     """Made-up draws: all held-out documents report, or all choose rates."""
     monkeypatch.setattr(
-        "lm.experiments.compare.selection_mask",
+        "lm.experiments.compare.model_selection_mask",
         lambda fingerprint, documents: np.full(len(documents), selecting),
     )
     use = "report" if selecting else "choose learning rates"

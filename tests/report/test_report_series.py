@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from reported import build_run, compare_folders, pictures, write_report, write_rows
 
-from lm.evaluation.evaluation_kind import metric_rows, units_frame
+from lm.evaluation.measurement import metric_rows, sampling_unit_frame
 from lm.report.comparison_tables import comparison_tables, run_facts
 from lm.runs.evaluations import Axis, Metric
 
@@ -19,7 +19,7 @@ def probe(rng: np.random.Generator, level: float) -> pd.DataFrame:
 
     def measured(name: str, columns: int, units: int = 40) -> dict[str, object]:
         values = level + rng.normal(0, 0.1, (units, columns))
-        return {"values": values, "units": units_frame(name, np.arange(units)), "setting": "as trained"}
+        return {"values": values, "units": sampling_unit_frame(name, np.arange(units)), "setting": "as trained"}
 
     sparsity = Metric("probe/sparsity", "bits", "higher", quantity="sparsity", units="documents", interval=True)
     words = {"title": "Sparsity of attention", "measured_on": "probe sequences", "amount": "40 of 64 tokens"}

@@ -21,7 +21,7 @@ from reported import two_runs
 
 from lm.config.load import load_config, to_yaml
 from lm.errors import RunError
-from lm.evaluation.evaluation_kind import Measurement
+from lm.evaluation.measurement import Measurement
 from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import Device
@@ -253,8 +253,8 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
         load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data")
     )
     device = Device(torch.device("cpu"), False)
-    evaluation = replace(make_evaluation(EMPTY_FRAME, "long_context", weights="w"), **probe.facts("w", device))
+    evaluation = replace(make_evaluation(EMPTY_FRAME, "long_context", weights="w"), **probe.result_inputs("w", device))
     probe.write(tmp_path, evaluation)
     assert probe.cached_result(tmp_path, "w", device, 8).code == {"lm": measuring_code()}
-    monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")
+    monkeypatch.setattr("lm.evaluation.measurement.measuring_code", lambda: "other")
     assert probe.cached_result(tmp_path, "w", device, 8) is None

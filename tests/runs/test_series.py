@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from fabricated import EMPTY_FRAME, make_evaluation, write_evaluation
 
-from lm.evaluation.evaluation_kind import metric_rows, units_frame
+from lm.evaluation.measurement import metric_rows, sampling_unit_frame
 from lm.report.comparison import reporting_rows, rows_at_places
 from lm.report.frame import evaluation_block, frame
 from lm.runs.evaluations import (
@@ -21,7 +21,7 @@ from lm.runs.evaluations import (
     point_means,
     selection_loss,
 )
-from lm.statistics.units import selection_mask
+from lm.statistics.sampling_units import model_selection_mask
 
 
 def by_position() -> pd.DataFrame:
@@ -31,7 +31,7 @@ def by_position() -> pd.DataFrame:
         options='{"size": 3}',
     )  # fmt: skip
     values = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, 6.0]])
-    units = units_frame("abc", np.array([0, 0, 1]), fingerprint="data")
+    units = sampling_unit_frame("abc", np.array([0, 0, 1]), fingerprint="data")
     return metric_rows(about, values, units, [0, 4], [4, 16], "books", "as trained")
 
 
@@ -46,7 +46,7 @@ def by_length(options: str = "", setting: str = "") -> pd.DataFrame:
         [
             metric_rows(about, np.full((count, 1), 0.5), units, [length], task="needle", setting=setting)
             for length, count in ((64, 2), (128, 5))
-            for units in [units_frame(f"{length}", np.arange(count), np.full(count, 8))]
+            for units in [sampling_unit_frame(f"{length}", np.arange(count), np.full(count, 8))]
         ]
     )  # fmt: skip
 
@@ -78,30 +78,32 @@ def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
 
 @pytest.mark.parametrize(("weights", "mean"), [([1, 0, 3], 4), ([0, 0, 0], np.nan)])
 def test_a_unit_of_weight_0_has_no_value(weights: list[int], mean: float):
-    units = units_frame("abc", np.arange(3), np.array(weights))
+    units = sampling_unit_frame("abc", np.arange(3), np.array(weights))
     loss = metric_rows(Metric(quantity="loss", units="documents"), np.array([[1], [7], [5]]), units)
     assert point_means(evaluation_rows([make_evaluation(loss)]))["value"].tolist() == pytest.approx([mean], nan_ok=True)
 
 
 @pytest.mark.parametrize("documents", [40, 1])
 def test_reports_leave_out_documents_that_select_unless_all_do(documents: int):
-    (label,) = np.flatnonzero(selection_mask("data", np.arange(40)))[:1]
+    (label,) = np.flatnonzero(model_selection_mask("data", np.arange(40)))[:1]
     groups = np.arange(40) if documents > 1 else np.full(40, label)
     loss = metric_rows(
-        Metric(quantity="loss", units="documents"), np.arange(40.0)[:, None], units_frame("a", groups, None, "data")
+        Metric(quantity="loss", units="documents"),
+        np.arange(40.0)[:, None],
+        sampling_unit_frame("a", groups, None, "data"),
     )
     kept = reporting_rows(evaluation_rows([make_evaluation(loss)]))
     assert set(kept["quantity"]) == {"loss of reporting documents" if documents > 1 else "loss"}
-    expected = np.arange(40.0)[~selection_mask("data", groups)] if documents > 1 else [np.arange(40.0).mean()]
+    expected = np.arange(40.0)[~model_selection_mask("data", groups)] if documents > 1 else [np.arange(40.0).mean()]
     assert kept["value"].tolist() == pytest.approx(expected)
 
 
 def test_about_a_third_of_the_documents_select_and_always_the_same():
     documents = np.arange(3000)
-    selected = selection_mask("fingerprint", documents)
+    selected = model_selection_mask("fingerprint", documents)
     assert 0.3 < selected.mean() < 0.37
-    np.testing.assert_array_equal(selection_mask("fingerprint", np.repeat(documents, 2)), np.repeat(selected, 2))
-    assert (selected != selection_mask("another", documents)).any()
+    np.testing.assert_array_equal(model_selection_mask("fingerprint", np.repeat(documents, 2)), np.repeat(selected, 2))
+    assert (selected != model_selection_mask("another", documents)).any()
     assert selected[:40].nonzero()[0].tolist() == [0, 1, 2, 5, 10, 11, 12, 17, 20, 24, 28, 30, 39], (
         "as in experiments so far"
     )
@@ -109,7 +111,7 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
 
 @pytest.mark.parametrize("part", ["selects", "reports", ""])
 def test_where_a_part_is_empty_all_sequences_choose_the_best_checkpoint(part: str):
-    units = units_frame("abc", np.arange(3)).assign(part=part)
+    units = sampling_unit_frame("abc", np.arange(3)).assign(part=part)
     loss = metric_rows(Metric(LOSS, quantity=LOSS, units="documents"), np.array([[1.0], [2.0], [6.0]]), units)
     assert selection_loss(make_evaluation(loss))[0] == 3
 

@@ -37,7 +37,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_files, load_evaluation, selection_loss
 from lm.runs.folder import checkpoint_paths
 from lm.runs.loading import load
-from lm.statistics.units import selection_mask
+from lm.statistics.sampling_units import model_selection_mask
 from lm.training.train import train
 
 # options, and the steps that the run is killed after
@@ -289,7 +289,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny):
     assert best["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
     validation = by_step[best["step"]]
     (units,) = curves_of(validation)[0].points
-    selects = selection_mask(validation.data_fingerprint, units.groups.astype(int))
+    selects = model_selection_mask(validation.data_fingerprint, units.groups.astype(int))
     assert 0 < selects.sum() < len(selects) == 64
     samples = validation.frame[validation.frame["sample"].notna()]  # beside them stands the mean of bits per byte
     assert selects.tolist() == (samples["part"] == "selects").tolist()

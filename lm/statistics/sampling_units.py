@@ -16,19 +16,19 @@ class NoDocuments(RunError):
     """Raised if no held-out document is left to choose learning rates on, or none to report results on."""
 
 
-def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
+def model_selection_mask(fingerprint: str, document_labels: np.ndarray) -> np.ndarray:
     """Return the mask, (units,) bool, of the held-out units (such as sequences) that choose checkpoints and learning
     rates. Results are reported on all other units.
 
-    `documents`, (units,), is the label of each unit's document. A hash of this label and the data `fingerprint` chooses
-    about a third of the documents for selection.
+    `document_labels`, (units,), is the label of each unit's document. A hash of this label and the data `fingerprint`
+    chooses about a third of the documents for selection.
     """
-    labels, label_indices = np.unique(documents, return_inverse=True)
+    labels, label_indices = np.unique(document_labels, return_inverse=True)
     selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
     return np.array(selection, dtype=bool)[label_indices]
 
 
-def units_of_part(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
+def units_of_split(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
     """Return the units of held-out documents that choose learning rates (`selects`), or of those that are reported
     (`reports`). Units that don't come from held-out text are all returned. A sequence belongs to the document in
     which it begins.

@@ -29,7 +29,7 @@ from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import COLUMNS, Evaluation, Metric, evaluation_path, join_rows, measuring_code
 from lm.runs.manifest import read_file, write_files
-from lm.statistics.units import selection_mask
+from lm.statistics.sampling_units import model_selection_mask
 
 
 def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
@@ -44,9 +44,9 @@ class HeldOutSequences:
     sequences: np.ndarray  # (N, length + 1) token ids
     token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
     # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
-    documents: np.ndarray | None = None
-    sources: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
-    answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
+    document_indices: np.ndarray | None = None
+    source_indices: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
+    answer_mask: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
     # the token that begins a document, if documents in a sequence don't see each other; else None
     end_of_text: int | None = None
 
@@ -73,26 +73,28 @@ class HeldOutSequences:
     @property
     def document_labels(self) -> np.ndarray:
         """Return integer labels (N,) that are equal for sequences of one document."""
-        return np.arange(len(self.sequences)) if self.documents is None else self.documents
+        return np.arange(len(self.sequences)) if self.document_indices is None else self.document_indices
 
     @property
     def target_mask(self) -> np.ndarray:
         """Return which predictions count, (N, length) bool: answer tokens in tasks with answers, else all tokens."""
-        return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
+        return np.ones((len(self.sequences), self.length), bool) if self.answer_mask is None else self.answer_mask
 
     def batch(self, indices: list[int]) -> Batch:
         """Return a batch of the sequences at `indices`."""
         return Batch.from_sequences(
-            self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text
+            self.sequences[indices], None if self.answer_mask is None else self.answer_mask[indices], self.end_of_text
         )
 
-    def units(self, fingerprint: str, counts: bool = False) -> pd.DataFrame:
-        """Return the sequences as the units of a measurement, one row each (`units_frame`).
+    def sampling_units(self, fingerprint: str, weigh_by_targets: bool = False) -> pd.DataFrame:
+        """Return the sequences as the units of a measurement, one row each (`sampling_unit_frame`).
 
-        fingerprint: as for `units_frame`. counts: whether a sequence's weight is its number of predictions that count;
-        else all weights are equal.
+        fingerprint: as for `sampling_unit_frame`. weigh_by_targets: whether a sequence's weight is its number of
+        predictions that count; else all weights are equal.
         """
-        return units_frame(self.sha256, self.document_labels, self.target_mask.sum(1) if counts else None, fingerprint)
+        return sampling_unit_frame(
+            self.sha256, self.document_labels, self.target_mask.sum(1) if weigh_by_targets else None, fingerprint
+        )
 
     def sequence_means(self, values: np.ndarray) -> np.ndarray:
         """Return each sequence's mean (N, 1) of `values` (N, length) over the predictions that count."""
@@ -109,24 +111,30 @@ class HeldOutSequences:
         return cls(sequences, token_bytes, None, sources, answers)
 
     @classmethod
-    def from_store(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOutSequences":
+    def from_store(
+        cls, store: Store, starts: np.ndarray, length: int, isolate_documents: bool = False
+    ) -> "HeldOutSequences":
         """Return the sequences of `length` + 1 tokens that begin at the indices `starts` of the held-out tokens.
 
-        isolate: whether a token sees only its own document.
+        isolate_documents: whether a token sees only its own document.
         """
         sequences = store.val.take_windows(starts, length + 1)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
         documents = np.searchsorted(store.val.offsets, starts, "right") - 1
         return cls(
-            sequences, store.bytes_per_token, documents, sources, end_of_text=store.end_of_text if isolate else None
+            sequences,
+            store.bytes_per_token,
+            documents,
+            sources,
+            end_of_text=store.end_of_text if isolate_documents else None,
         )
 
 
 # ---------------------------------------------------------------- rows of a frame
 
 
-def units_frame(
+def sampling_unit_frame(
     sha256: str, groups: np.ndarray, weights: np.ndarray | None = None, fingerprint: str = ""
 ) -> pd.DataFrame:
     """Return the units of a measurement, such as sequences or questions, one row each (for `metric_rows`).
@@ -138,7 +146,7 @@ def units_frame(
         fingerprint: fingerprint of held-out text, of which a third of the documents choose learning rates and the
             others report. Empty: all units do both.
     """
-    part = np.where(selection_mask(fingerprint, groups), "selects", "reports") if fingerprint else ""
+    part = np.where(model_selection_mask(fingerprint, groups), "selects", "reports") if fingerprint else ""
     weights = np.ones(len(groups)) if weights is None else weights
     columns = {"sequences": sha256[:16], "sample": np.arange(len(groups)), "group": groups, "part": part}
     return pd.DataFrame(columns | {"weight": weights})
@@ -159,7 +167,7 @@ def metric_rows(
 
     Args:
         values: (units, points), or (points,) if only means are known.
-        units: the units, from `units_frame`; None: only means are known.
+        units: the units, from `sampling_unit_frame`; None: only means are known.
         x: points of the axis; for bins their starts.
         until: ends of the bins; empty: points are no bins.
         task: task, source or the like; empty: all together.
@@ -200,7 +208,7 @@ class Measurement(ABC):
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
         # fingerprint of the data of its sequences; empty: no store
-        self.fingerprint = store.fingerprint if store else ""
+        self.data_fingerprint = store.fingerprint if store else ""
 
     @classmethod
     def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
@@ -249,7 +257,9 @@ class Measurement(ABC):
 
     @property
     def is_cacheable(self) -> bool:
-        """Return whether `facts` holds everything that decides the results, so that a result can be used again."""
+        """Return whether `result_inputs` holds everything that decides the results, so that a result can be used
+        again.
+        """
         return True
 
     def decoders_by_setting(self, decoder: Decoder) -> Iterator[tuple[str, Decoder]]:
@@ -266,48 +276,50 @@ class Measurement(ABC):
         It changes neither the decoder nor the random state.
         """
 
-    def facts(self, weights: str, device: Device) -> dict[str, Plain]:
-        """Return all that decides the result of weights with the SHA-256 `weights`, by the field names of an
+    def result_inputs(self, weights_hash: str, device: Device) -> dict[str, Plain]:
+        """Return all that decides the result of weights with the SHA-256 `weights_hash`, by the field names of an
         `Evaluation`.
         """
-        facts = {
+        inputs = {
             "options": self.further_options,
             "asked": self.config.eval.measurement_options(self.kind),
-            "data_fingerprint": self.fingerprint,
+            "data_fingerprint": self.data_fingerprint,
             "precision": "32" if self.measures_in_fp32 else device.precision,
-            "weights_sha256": weights,
+            "weights_sha256": weights_hash,
             "code": {"lm": measuring_code(), **PLUGINS.code_digests(self.config.normalizer_names)},
         }
-        return json_value(facts)
+        return json_value(inputs)
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int) -> Evaluation:
         """Measure a decoder that was trained for `step` steps on `tokens_seen` tokens, and return the result. All ranks
         must call this method.
         """
-        facts = self.facts(weights_sha256(decoder.state_dict()), device)
+        inputs = self.result_inputs(weights_sha256(decoder.state_dict()), device)
         frame = join_rows(self.measure(decoder, device))
-        return Evaluation(self.kind, step, tokens_seen, self.config.data.seq_len, frame=frame, **facts)
+        return Evaluation(self.kind, step, tokens_seen, self.config.data.seq_len, frame=frame, **inputs)
 
-    def write(self, run: Path, evaluation: Evaluation) -> Path:
+    def write(self, run_folder: Path, evaluation: Evaluation) -> Path:
         """Write a result to its file in a run folder, and return the file's path."""
-        path = evaluation_path(run, evaluation.kind, evaluation.step)
-        files = {str(path.relative_to(run)): evaluation.content()}
-        write_files(run, files, evaluation.step, evaluation.weights_sha256)
+        path = evaluation_path(run_folder, evaluation.kind, evaluation.step)
+        files = {str(path.relative_to(run_folder)): evaluation.content()}
+        write_files(run_folder, files, evaluation.step, evaluation.weights_sha256)
         return path
 
-    def cached_result(self, run: Path, weights: str, device: Device, step: int) -> Evaluation | None:
-        """Return the result that a run folder's file of `step` holds for weights with the SHA-256 `weights`.
+    def cached_result(self, run_folder: Path, weights_hash: str, device: Device, step: int) -> Evaluation | None:
+        """Return the result that a run folder's file of `step` holds for weights with the SHA-256 `weights_hash`.
 
         Returns None if there is no file, if other weights, data, precision or options decided its result, or if it was
         altered.
         """
-        path = evaluation_path(run, self.kind, step)
+        path = evaluation_path(run_folder, self.kind, step)
         if not path.is_file():
             return None
         try:
-            evaluation = Evaluation.parse(read_file(run, str(path.relative_to(run))))
+            evaluation = Evaluation.parse(read_file(run_folder, str(path.relative_to(run_folder))))
         except (RunError, ValueError):
             Progress().say(f"note: {path}: not as it was written: measured again")
             return None
-        is_same = all(getattr(evaluation, name) == value for name, value in self.facts(weights, device).items())
+        is_same = all(
+            getattr(evaluation, name) == value for name, value in self.result_inputs(weights_hash, device).items()
+        )
         return evaluation if is_same and self.is_cacheable else None
