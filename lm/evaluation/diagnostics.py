@@ -78,7 +78,7 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
         validation = validation_sequences(store, config)
         count = min(options.sequences, len(validation.sequences))
         indices = np.arange(count) * len(validation.sequences) // count
-        return HeldOutSequences(validation.sequences[indices], validation.token_bytes)
+        return HeldOutSequences(validation.sequences[indices], validation.bytes_per_token)
     if options.length_factor == 1:
         windows = evenly_spaced_sequences(store, config, length, options.sequences)
     else:

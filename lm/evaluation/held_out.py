@@ -150,7 +150,7 @@ def bits_per_byte(nll: np.ndarray, held_out: HeldOutSequences) -> float:
 
     nll: losses (N, length) in nats.
     """
-    n_bytes = (held_out.token_bytes[held_out.sequences[:, 1:]] * held_out.target_mask).sum(dtype=np.float64)
+    n_bytes = (held_out.bytes_per_token[held_out.sequences[:, 1:]] * held_out.target_mask).sum(dtype=np.float64)
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 

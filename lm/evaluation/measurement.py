@@ -42,7 +42,7 @@ class HeldOutSequences:
     """This class holds held-out sequences of one length, which are the same for every run and checkpoint."""
 
     sequences: np.ndarray  # (N, length + 1) token ids
-    token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
+    bytes_per_token: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
     # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
     document_indices: np.ndarray | None = None
     source_indices: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
@@ -102,13 +102,13 @@ class HeldOutSequences:
 
     @classmethod
     def from_examples(
-        cls, examples: list[Example], token_bytes: np.ndarray, sources: np.ndarray | None = None
+        cls, examples: list[Example], bytes_per_token: np.ndarray, sources: np.ndarray | None = None
     ) -> "HeldOutSequences":
         """Return the sequences of task examples of one length. sources: index (N,) of each example's task."""
         sequences, answers = (
             np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answer_mask")
         )
-        return cls(sequences, token_bytes, None, sources, answers)
+        return cls(sequences, bytes_per_token, None, sources, answers)
 
     @classmethod
     def from_store(
