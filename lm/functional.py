@@ -63,7 +63,7 @@ def attention(
     Raises ConfigError: `x` is not given to a normalizer that reads it. Raises ValueError: heads or positions that don't
     fit.
     """
-    if x is None and normalizer.reads_input:
+    if x is None and normalizer.reads_layer_input:
         raise ConfigError([Problem("x", None, f"{normalizer.options.name} reads the layer's input", "give it")])
     layout = _make_checked_layout(normalizer, q, k, positions, cu_seqlens)
     q, k = normalizer.append_features(x, q, k)

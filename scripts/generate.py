@@ -21,7 +21,7 @@ import typer
 import yaml
 from committed_results import ROOT
 
-from lm.attention.catalogue import ENTRIES, normalizer_class
+from lm.attention.catalogue import OPTIONS_BY_NAME, normalizer_class
 from lm.cli import app
 from lm.config.normalizers import NORMALIZER_OPTIONS
 from lm.config.reference import reference_markdown, reference_rows
@@ -104,8 +104,8 @@ full precision). A run prints its entry of this column. Where the table names no
 def normalizers_page() -> str:
     """Return the text of docs/normalizers.md: a table with one row per normalizer, then a table of all options."""
     lines = [NORMALIZERS_PAGE_HEAD]
-    for name, entry in ENTRIES.items():
-        sums = "with `n: sum`" if entry.accepts_sum else "yes" if entry().rows_sum_to_one else "no"
+    for name, entry in OPTIONS_BY_NAME.items():
+        sums = "with `n: sum`" if entry.n_accepts_sum else "yes" if entry().rows_sum_to_one else "no"
         kernel = normalizer_class(name).kernel
         facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.findings
         lines.append(_markdown_row(f"`{name}`", *facts))

@@ -14,12 +14,12 @@ from torch import Tensor
 from lm.attention import catalogue as opt
 from lm.attention import elementwise_sums
 from lm.attention.catalogue import make_normalizer
-from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, sum_tiles, why_no_triton
+from lm.attention.elementwise_sums import ELEMENTWISE_FUNCTIONS, elementwise_attention, sum_tiles, why_no_triton
 from lm.attention.kernels import kernel_problem
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 
-every_function = pytest.mark.parametrize("f", SCORE_FUNCTIONS)
+every_function = pytest.mark.parametrize("f", ELEMENTWISE_FUNCTIONS)
 SIZES = [(t, d, e) for t in (1, 17, 64, 100) for d in (16, 64) for e in (16, 96)] + [(100, 40, 200), (70, 128, 384)]
 either_sum = pytest.mark.parametrize("divide_by_sum", [False, True], ids=["plain", "over its sum"])
 every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
@@ -30,8 +30,8 @@ def dense_attention(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, divi
     memory.
     """
     w = (
-        SCORE_FUNCTIONS[f]
-        .value(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype))
+        ELEMENTWISE_FUNCTIONS[f]
+        .forward(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype))
         .tril()
     )
     return (w / w.sum(-1, keepdim=True).clamp(min=1e-24) if divide_by_sum else w) @ v

@@ -10,21 +10,21 @@ from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options
 
 MODULES = query_scale, sinks, elementwise, reweighted, sparse, distance, linear
-NORMALIZERS: dict[type[Options], type[Normalizer]] = {
-    kind.schema: kind
+NORMALIZER_BY_OPTIONS: dict[type[Options], type[Normalizer]] = {
+    member.schema: member
     for module in MODULES
-    for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, Normalizer) and hasattr(kind, "schema")
+    for member in vars(module).values()
+    if isinstance(member, type) and issubclass(member, Normalizer) and hasattr(member, "schema")
 }
-ENTRIES: dict[str, type[Options]] = {options.name: options for options in NORMALIZERS}
-globals().update({options.__name__: options for options in NORMALIZERS})  # as `catalogue.SSMax`
+OPTIONS_BY_NAME: dict[str, type[Options]] = {options.name: options for options in NORMALIZER_BY_OPTIONS}
+globals().update({options.__name__: options for options in NORMALIZER_BY_OPTIONS})  # as `catalogue.SSMax`
 
 
 def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
     """Make the normalizer that `options` describe, for one layer."""
-    return NORMALIZERS[type(options)](options, layer)
+    return NORMALIZER_BY_OPTIONS[type(options)](options, layer)
 
 
 def normalizer_class(name: str) -> type[Normalizer]:
     """Return the class of the normalizer whose options are named `name`, from lm or from an imported plugin."""
-    return next(normalizer for options, normalizer in NORMALIZERS.items() if options.name == name)
+    return next(normalizer for options, normalizer in NORMALIZER_BY_OPTIONS.items() if options.name == name)

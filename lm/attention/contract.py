@@ -28,14 +28,14 @@ MAX_ERROR_RATIO = 10  # errors under bf16 autocast may be this many times softma
 
 
 def random_normalizer(
-    options: Options, dtype: torch.dtype = torch.float64, size: int = HEAD_SIZE, train_length: int = TRAIN_LENGTH
+    options: Options, dtype: torch.dtype = torch.float64, head_size: int = HEAD_SIZE, train_length: int = TRAIN_LENGTH
 ) -> Normalizer:
     """Return a normalizer with random parameters, which are the same at each call. Vectors have their initial values
     plus noise of standard deviation 0.1; matrices hold such noise alone.
 
-    size: the head size. train_length: tokens in a training sequence.
+    train_length: tokens in a training sequence.
     """
-    normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, train_length)).to(dtype)
+    normalizer = make_normalizer(options, LayerSpec(HEADS, head_size, WIDTH, train_length)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in normalizer.parameters():
@@ -49,16 +49,16 @@ def random_inputs(
     length: int,
     dtype: torch.dtype = torch.float64,
     batch: int = 2,
-    size: int = HEAD_SIZE,
+    head_size: int = HEAD_SIZE,
     normalizer: Normalizer | None = None,
 ) -> list[Tensor]:
-    """Return random q, k and v, each (batch, HEADS, length, size), which are the same at each call.
+    """Return random q, k and v, each (batch, HEADS, length, head_size), which are the same at each call.
 
     With `normalizer`, q and k also hold the features that the normalizer computes from a random layer input, and so are
-    wider than `size`.
+    wider than `head_size`.
     """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(batch, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(batch, HEADS, length, head_size, generator=generator, dtype=torch.float64) for _ in range(3))
     if normalizer is not None:
         x = torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64)
         q, k = (heads.detach() for heads in normalizer.append_features(x, q, k))
@@ -186,10 +186,10 @@ def check_fast_path(options: Options) -> None:
 
     `forward` must compute the same function, in whatever way; a class without a `forward` of its own keeps this promise
     """
-    for size in (1, 16, 40):
-        normalizer = random_normalizer(options, size=size)
+    for head_size in (1, 16, 40):
+        normalizer = random_normalizer(options, head_size=head_size)
         for length in (1, 2, 7, 64, 129):
-            leaves = random_inputs(length, size=size, normalizer=normalizer)
+            leaves = random_inputs(length, head_size=head_size, normalizer=normalizer)
             assert_matches_definition(normalizer, normalizer, leaves, AttentionLayout.full(length), 1e-10 * length)
 
 
@@ -198,19 +198,19 @@ def check_finite_differences(options: Options) -> None:
 
     nothing between q, k, v and the output may be detached, read with `item()` or changed in place
     """
-    normalizer, layout = random_normalizer(options, size=4), AttentionLayout.full(6)
+    normalizer, layout = random_normalizer(options, head_size=4), AttentionLayout.full(6)
     names = [name for name, _ in normalizer.named_parameters()]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
         return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, layout))
 
-    tensors = *random_inputs(6, batch=1, size=4, normalizer=normalizer), *normalizer.parameters()
+    tensors = *random_inputs(6, batch=1, head_size=4, normalizer=normalizer), *normalizer.parameters()
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     is_right = torch.autograd.gradcheck(attend, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
     require(is_right, "a gradient of q, k, v or a parameter is not that of finite differences")
 
 
-def check_row_independence(options: Options) -> None:
+def check_own_n(options: Options) -> None:
     """each query has its own n and mask: if the position and the document length of one query change, no other query's
     weights change
 
@@ -222,7 +222,7 @@ def check_row_independence(options: Options) -> None:
     positions = torch.arange(length) + length  # every query sees every key
     shifted_positions = positions + 7 * (positions == positions[moved_query])
     layouts = (
-        AttentionLayout(queries, torch.arange(length), queries + 9, causal=False)
+        AttentionLayout(queries, torch.arange(length), queries + 9, mask_is_triangular=False)
         for queries in (positions, shifted_positions)
     )
     is_other = torch.arange(length) != moved_query
@@ -251,7 +251,7 @@ def check_row_sums(options: Options) -> None:
     )
 
 
-def check_score_independence(options: Options) -> None:
+def check_own_scores(options: Options) -> None:
     """the weights of a query depend on its own scores of visible keys alone
 
     take sums, means and thresholds over the last axis, keys, after masking the scores of keys that `layout.visible()`
@@ -315,16 +315,17 @@ def check_causality(options: Options) -> None:
     require(changes == 0, "other tokens from 25 on change an earlier output")
 
 
-def changes_by_later_tokens(normalizer: Normalizer, length: int, first: int) -> Tensor:
-    """Return how much the outputs of the tokens before `first` change if the tokens from `first` on change:
-    |differences|, (B, H, first, D).
+def changes_by_later_tokens(normalizer: Normalizer, length: int, first_changed: int) -> Tensor:
+    """Return how much the outputs of earlier tokens change if the tokens from `first_changed` on change.
+
+    The result is |differences|, (B, H, first_changed, D).
     """
     q, k, v = random_inputs(length, normalizer=normalizer)
     outputs = []
     for _ in range(2):
-        outputs.append(normalizer(q, k, v, AttentionLayout.full(length))[:, :, :first])
+        outputs.append(normalizer(q, k, v, AttentionLayout.full(length))[:, :, :first_changed])
         for x in (q, k, v):
-            x[:, :, first:] += 3.0
+            x[:, :, first_changed:] += 3.0
     return (outputs[0] - outputs[1]).abs()
 
 
@@ -443,11 +444,11 @@ def _autocast_errors(options: Options) -> dict[str, float]:
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
     check_initial_values,
-    check_row_independence,
+    check_own_n,
     check_fast_path,
     check_finite_differences,
     check_row_sums,
-    check_score_independence,
+    check_own_scores,
     check_scale_by_position,
     check_score_map,
     check_causality,

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.attention.kernels import compiled_code_folder, cpp_compiler, cpu_flags, kernel_problem
+from lm.attention.kernels import compiled_code_folder, cpp_compiler, cpu_instruction_sets, kernel_problem
 
-SOURCE = Path(__file__).with_name("causal_softmax.cpp")
+SOURCE_PATH = Path(__file__).with_name("causal_softmax.cpp")
 TILE_QUERIES, TILE_KEYS = 12, 32  # queries and keys of a tile
-COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machine
+MAX_COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machine
 
 
 def why_unusable(v: Tensor) -> str:
@@ -33,7 +33,7 @@ def why_unusable(v: Tensor) -> str:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
-    return _why_unusable()
+    return _machine_problem()
 
 
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -62,15 +62,15 @@ def _pad_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 @cache
-def _why_unusable() -> str:
+def _machine_problem() -> str:
     """Return the reason why this machine can't run the kernel; empty if it can."""
-    flags = cpu_flags()
+    flags = cpu_instruction_sets()
     if "avx512_bf16" not in flags:
         return "the CPU has no avx512_bf16"
     if "amx_bf16" in flags:
         return "the CPU has amx_bf16, which PyTorch's kernel uses"
-    if not SOURCE.is_file():
-        return f"{SOURCE.name} is not beside its module"
+    if not SOURCE_PATH.is_file():
+        return f"{SOURCE_PATH.name} is not beside its module"
     if not cpp_compiler():
         return "no C++ compiler found"
     return kernel_problem("lm's kernel for long sequences", torch.device("cpu"), _compare_with_pytorch)
@@ -99,15 +99,17 @@ def _load_library() -> ctypes.CDLL:
         f"-DROWS={TILE_QUERIES}",
         f"-DWIDTH={TILE_KEYS}",
     ]
-    identity = hashlib.sha256(f"{command} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
+    identity = hashlib.sha256(f"{command} {SOURCE_PATH.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
     folder = compiled_code_folder()
-    path = folder and folder / f"{SOURCE.stem}-{identity}.so"
+    path = folder and folder / f"{SOURCE_PATH.stem}-{identity}.so"
     if path and path.is_file():
         return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         library = Path(temporary, "kernel.so")
-        command += ["-o", str(library), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)
+        command += ["-o", str(library), str(SOURCE_PATH)]
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, errors="replace", timeout=MAX_COMPILE_SECONDS
+        )
         if path:
             library = library.replace(path)
         return ctypes.CDLL(str(library))

@@ -79,8 +79,8 @@ class ALiBiNormalizer(KeyBias):
         positions = layout.key_positions.to(torch.promote_types(k.dtype, torch.float32)).unsqueeze(-2)
         return -self.log_decay(positions).unsqueeze(-1) * positions
 
-    def log_decay(self, reference: Tensor) -> Tensor:
-        heads = torch.arange(1, self.layer.n_head + 1, device=reference.device, dtype=reference.dtype)
+    def log_decay(self, template: Tensor) -> Tensor:
+        heads = torch.arange(1, self.layer.n_head + 1, device=template.device, dtype=template.dtype)
         return -(2.0 ** (-8 * heads / self.layer.n_head))
 
 
@@ -110,7 +110,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return layout.visible() & (layout.distance() < self.options.size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        if not layout.causal:
+        if not layout.mask_is_triangular:
             return super().forward(q, k, v, layout)
         (b, _, t, _), w = q.shape, self.options.size
         if t > w and gpu_kernels.can_compute(self, q, k, v, layout):
@@ -179,23 +179,25 @@ class MappedSoftmax(SoftmaxNormalizer):
         return distance
 
     @abstractmethod
-    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
+    def map_logits(self, z: Tensor, coefficients: Tensor) -> Tensor:
         """Return the scores s(z, t) for logits z and the coefficients at t."""
 
     @abstractmethod
-    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+    def score_derivative(self, scores: Tensor, coefficients: Tensor) -> Tensor:
         """Return the derivative ds / dz where s is `scores`."""
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        return self.map_scores(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))
+        return self.map_logits(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        if (layout.causal or layout.queries_are_last) and not gpu_kernels.can_compute(self, q, k, v, layout):
-            return routes.block_attention(q, k, v, 1 / math.sqrt(q.size(-1)), self)
+        if (layout.mask_is_triangular or layout.mask_is_triangle_end) and not gpu_kernels.can_compute(
+            self, q, k, v, layout
+        ):
+            return routes.block_softmax(q, k, v, 1 / math.sqrt(q.size(-1)), self)
         return super().forward(q, k, v, layout)
 
     def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return gpu_kernels.flex_softmax(q, k, v, layout, score_map=self)
+        return gpu_kernels.flex_softmax(q, k, v, layout, logit_map=self)
 
 
 @dataclass
@@ -228,10 +230,10 @@ class ScaleInvariantNormalizer(MappedSoftmax):
         """Return a_t at the distances t."""
         return (2 * ((distance / self.options.tau).log1p() - 0.5 + 1.0)).sqrt()  # ln alpha = 1/2, beta / alpha = 1
 
-    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
+    def map_logits(self, z: Tensor, coefficients: Tensor) -> Tensor:
         return torch.addcmul(1 - coefficients.square(), z, coefficients)
 
-    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+    def score_derivative(self, scores: Tensor, coefficients: Tensor) -> Tensor:
         return coefficients
 
 
@@ -290,10 +292,10 @@ class SoftCapNormalizer(MappedSoftmax):
 
     schema = SoftCap
 
-    def map_scores(self, z: Tensor, coefficients: Tensor) -> Tensor:
+    def map_logits(self, z: Tensor, coefficients: Tensor) -> Tensor:
         return self.options.cap * (z / self.options.cap).tanh()
 
-    def slopes(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+    def score_derivative(self, scores: Tensor, coefficients: Tensor) -> Tensor:
         return torch.addcmul(scores.new_ones(()), scores, scores, value=-1 / self.options.cap**2)
 
 

@@ -28,14 +28,14 @@ class ElementwiseNormalizer(DividedNormalizer):
     kernel = "tiles; on CUDA Triton"
 
     def unnormalized_weights(self, scores: Tensor) -> Tensor:
-        return elementwise_sums.SCORE_FUNCTIONS[self.score_map].value(scores)
+        return elementwise_sums.ELEMENTWISE_FUNCTIONS[self.score_map].forward(scores)
 
     def shift(self, layout: AttentionLayout) -> Tensor | None:
         """Return the shift b of each query's logits, fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        if not layout.causal:
+        if not layout.mask_is_triangular:
             return super().forward(q, k, v, layout)
         factor = self.weight_factor(layout)
         # fp16 can't hold sums before they are divided by n
@@ -66,7 +66,7 @@ class Relu2(Options):
         "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures "
         "published)"
     )
-    accepts_sum = True
+    n_accepts_sum = True
     sums_to_one = False
     n: str = key(
         "visible",

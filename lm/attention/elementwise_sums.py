@@ -19,50 +19,50 @@ from lm.attention.kernels import kernel_problem, output_and_gradients, without_a
 from lm.attention.layout import keep_uncompiled
 from lm.attention.routes import MIN_SUM, block_ranges, gradient_before_division
 
-TILE = 256  # queries and keys of one tile
-MAX_HEAD_SIZE = 128  # the largest head size that the Triton kernel takes
+TILE_SIZE = 256  # queries and keys of one tile
+MAX_TRITON_HEAD_SIZE = 128  # the largest head size that the Triton kernel takes
 
 
 # ---------------------------------------------------------------- functions of a single score
 
 
-class ScoreFunction(NamedTuple):
+class ElementwiseFunction(NamedTuple):
     """A function f of scores z, in forms for the forward and the backward pass.
 
-    `value` and `value_` return f(z); `derivative_` returns (f(z), grad x f'(z)). Functions whose names end in `_`
+    `forward` and `forward_` return f(z); `backward_` returns (f(z), grad x f'(z)). Functions whose names end in `_`
     overwrite their arguments.
     """
 
-    value: Callable[[Tensor], Tensor]  # f(z)
-    value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
+    forward: Callable[[Tensor], Tensor]  # f(z)
+    forward_: Callable[[Tensor], Tensor]  # f(z); overwrites z
     # (f(z), grad x f'(z)) from z and grad; overwrites both
-    derivative_: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    backward_: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _relu2_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _relu2_backward_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return relu(z)^2 and `grad` times its derivative; both arguments are overwritten."""
     z.relu_()
     grad.mul_(z).mul_(2)
     return z.square_(), grad
 
 
-def _sigmoid_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _sigmoid_backward_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return sigmoid(z) and `grad` times its derivative; both arguments are overwritten."""
     z.sigmoid_()
     grad.mul_(z)
     return z, grad.addcmul_(grad, z, value=-1)
 
 
-SCORE_FUNCTIONS = {  # by the name that the Triton kernels use, too
-    "relu2": ScoreFunction(lambda z: z.relu().square(), lambda z: z.relu_().square_(), _relu2_derivative_),
-    "relu": ScoreFunction(torch.relu, torch.relu_, lambda z, grad: (z.relu_(), grad.mul_(z > 0))),
-    "sigmoid": ScoreFunction(torch.sigmoid, torch.sigmoid_, _sigmoid_derivative_),
+ELEMENTWISE_FUNCTIONS = {  # by the name that the Triton kernels use, too
+    "relu2": ElementwiseFunction(lambda z: z.relu().square(), lambda z: z.relu_().square_(), _relu2_backward_),
+    "relu": ElementwiseFunction(torch.relu, torch.relu_, lambda z, grad: (z.relu_(), grad.mul_(z > 0))),
+    "sigmoid": ElementwiseFunction(torch.sigmoid, torch.sigmoid_, _sigmoid_backward_),
 }
 # Functions of scores, by the names in `Normalizer.score_map`. `features` is the identity for scores that are products
 # of non-negative features, for which diagnostics have another closed form.
 SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
-    **{kind: f.value for kind, f in SCORE_FUNCTIONS.items()},
+    **{name: function.forward for name, function in ELEMENTWISE_FUNCTIONS.items()},
     "identity": lambda z: z,
     "features": lambda z: z,
 }
@@ -81,7 +81,7 @@ class _ElementwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, kind: str, divide_by_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
+        ctx: FunctionCtx, function_name: str, divide_by_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
     ) -> Tensor:
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         output = torch.empty(v.shape, dtype=wide_dtype if divide_by_sum else v.dtype, device=v.device)
@@ -89,11 +89,11 @@ class _ElementwiseAttention(torch.autograd.Function):
         qw, kw = q.to(wide_dtype), k.to(wide_dtype)
         values = v.to(output.dtype)  # rows divided by their sums stay unrounded: their gradients are small differences
         with without_autocast(v.device):  # as in the backward pass
-            for a, b in block_ranges(q.size(1), TILE):
+            for a, b in block_ranges(q.size(1), TILE_SIZE):
                 output_block = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide_dtype, device=v.device)
                 row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide_dtype, device=v.device)
-                for c, d in block_ranges(b, TILE):
-                    w = SCORE_FUNCTIONS[kind].value_(_compute_tile_scores(qw, kw, shift, a, b, c, d))
+                for c, d in block_ranges(b, TILE_SIZE):
+                    w = ELEMENTWISE_FUNCTIONS[function_name].forward_(_compute_tile_scores(qw, kw, shift, a, b, c, d))
                     w = (w.tril_() if c == a else w).to(output.dtype)
                     output_block += w @ values[:, c:d]
                     if divide_by_sum:
@@ -103,7 +103,7 @@ class _ElementwiseAttention(torch.autograd.Function):
                     output_block /= row_sum
                 output[:, a:b] = output_block
         ctx.save_for_backward(q, k, v, shift, *((output, sums) if divide_by_sum else ()))
-        ctx.kind = kind
+        ctx.function_name = function_name
         return output.to(v.dtype)
 
     @staticmethod
@@ -116,12 +116,13 @@ class _ElementwiseAttention(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(x) for x in (qw, kw, vw))
         dshift = None if shift is None else torch.zeros_like(shift)
         with without_autocast(v.device):
-            for a, b in block_ranges(q.size(1), TILE):
-                for c, d in block_ranges(b, TILE):
+            for a, b in block_ranges(q.size(1), TILE_SIZE):
+                for c, d in block_ranges(b, TILE_SIZE):
                     dw = gw[:, a:b] @ vw[:, c:d].transpose(1, 2)
                     if mean_grad is not None:
                         dw -= mean_grad[:, a:b]
-                    w, dz = SCORE_FUNCTIONS[ctx.kind].derivative_(_compute_tile_scores(qw, kw, shift, a, b, c, d), dw)
+                    scores = _compute_tile_scores(qw, kw, shift, a, b, c, d)
+                    w, dz = ELEMENTWISE_FUNCTIONS[ctx.function_name].backward_(scores, dw)
                     if c == a:
                         w, dz = w.tril_(), dz.tril_()
                     if dshift is not None:
@@ -134,23 +135,26 @@ class _ElementwiseAttention(torch.autograd.Function):
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dshift
 
 
-def _compute_tile_scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, d: int) -> Tensor:
-    """Return the scores q.k / sqrt(D) + shift of queries a to b - 1 and keys c to d - 1: (N, b - a, d - c)."""
-    factor, shifts = 1 / math.sqrt(q.size(-1)), q.new_zeros(1, 1, 1) if shift is None else shift[:, a:b].unsqueeze(-1)
-    return torch.baddbmm(shifts, q[:, a:b], k[:, c:d].transpose(1, 2), beta=shift is not None, alpha=factor)
+def _compute_tile_scores(
+    q: Tensor, k: Tensor, shift: Tensor | None, query_start: int, query_end: int, key_start: int, key_end: int
+) -> Tensor:
+    """Return the scores q.k / sqrt(D) + shift of a tile: (N, query_end - query_start, key_end - key_start)."""
+    queries, keys = q[:, query_start:query_end], k[:, key_start:key_end]
+    shifts = q.new_zeros(1, 1, 1) if shift is None else shift[:, query_start:query_end].unsqueeze(-1)
+    return torch.baddbmm(shifts, queries, keys.mT, beta=shift is not None, alpha=1 / math.sqrt(q.size(-1)))
 
 
 def sum_tiles(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
+    function_name: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
     """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at
     a time.
     """
     if shift is not None:
         shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
-    return _ElementwiseAttention.apply(kind, divide_by_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(
-        0, q.shape[:2]
-    )
+    return _ElementwiseAttention.apply(
+        function_name, divide_by_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift
+    ).unflatten(0, q.shape[:2])
 
 
 # ---------------------------------------------------------------- the Triton kernel, or tiles
@@ -163,24 +167,24 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_no_triton(device: torch.device, dtype: torch.dtype, size: int) -> str:
+def why_no_triton(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
     """Return the reason why `elementwise_attention` takes tiles instead of the Triton kernel; empty if the kernel runs.
 
-    dtype: the dtype of q and k. size: the head size.
+    dtype: the dtype of q and k.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernel has no {dtype}"
-    if size > MAX_HEAD_SIZE:
-        return f"the Triton kernel has no head size over {MAX_HEAD_SIZE}"
+    if head_size > MAX_TRITON_HEAD_SIZE:
+        return f"the Triton kernel has no head size over {MAX_TRITON_HEAD_SIZE}"
     if triton_is_interpreted():
         return ""
     if device.type != "cuda":
         return "the Triton kernel needs a CUDA GPU"
-    return _why_unusable(device)
+    return _device_problem(device)
 
 
 @cache
-def _why_unusable(device: torch.device) -> str:
+def _device_problem(device: torch.device) -> str:
     """Return the reason why the Triton kernel can't run on `device`; empty if it can.
 
     The import of the kernel fails without triton, and in exported models, which have no copy of the kernel.
@@ -199,17 +203,17 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
     from lm.attention import triton_kernels
 
     *qkv, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
-    for kind, shift, divide_by_sum in product(SCORE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
+    for name, shift, divide_by_sum in product(ELEMENTWISE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
         pair = (
-            output_and_gradients(partial(route, kind, divide_by_sum=divide_by_sum), [*qkv, *shift], grad)
+            output_and_gradients(partial(route, name, divide_by_sum=divide_by_sum), [*qkv, *shift], grad)
             for route in (triton_kernels.fused_attention, sum_tiles)
         )
-        yield from ((kind, a, b) for a, b in zip(*pair, strict=True))
+        yield from ((name, a, b) for a, b in zip(*pair, strict=True))
 
 
 @keep_uncompiled
 def elementwise_attention(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
+    function_name: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
     """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`.
 
@@ -217,13 +221,13 @@ def elementwise_attention(
     this factor would be rounded once more, to `q.dtype`.
 
     Args:
-        kind: the name of f in `SCORE_FUNCTIONS`.
+        function_name: the name of f in `ELEMENTWISE_FUNCTIONS`.
         q, k, v: (B, H, T, D), (B, H, T, D) and (B, H, T, E), all of one dtype.
         shift: fp32, broadcastable to (B, H, T); None for 0.
         divide_by_sum: divide each query's output by the sum of f over its keys; f must not be negative.
     """
     if why_no_triton(q.device, q.dtype, q.size(-1)):
-        return sum_tiles(kind, q, k, v, shift, divide_by_sum)
+        return sum_tiles(function_name, q, k, v, shift, divide_by_sum)
     from lm.attention import triton_kernels
 
-    return triton_kernels.fused_attention(kind, q, k, v, shift, divide_by_sum)
+    return triton_kernels.fused_attention(function_name, q, k, v, shift, divide_by_sum)

@@ -35,10 +35,10 @@ def can_compute(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: 
     if v.dtype != torch.bfloat16 and not (is_flex and v.dtype == torch.float32):
         return False
     is_packed = is_flex and layout.documents is not None and q.size(2) == k.size(2)
-    return (layout.causal or is_packed) and not why_unusable(normalizer, q, k, v)
+    return (layout.mask_is_triangular or is_packed) and not why_unusable(normalizer, q, k, v)
 
 
-_PROBLEM_BY_CALL: dict[tuple[object, ...], str] = {}
+_KERNEL_PROBLEMS: dict[tuple[object, ...], str] = {}
 
 
 @keep_uncompiled
@@ -49,12 +49,12 @@ def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
     """
     package, name = normalizer.gpu_package, f"{type(normalizer).__name__} {normalizer.options}"
     call = name, q.size(1), *(x.size(-1) for x in (q, k, v)), v.dtype, v.device
-    if call not in _PROBLEM_BY_CALL:
-        _PROBLEM_BY_CALL[call] = f"{package} is not installed"
+    if call not in _KERNEL_PROBLEMS:
+        _KERNEL_PROBLEMS[call] = f"{package} is not installed"
         if find_spec(package):
             compare = partial(_compare_with_query_blocks, normalizer, q, k, v)
-            _PROBLEM_BY_CALL[call] = kernel_problem(f"the kernel of {package} for {name}", v.device, compare)
-    return _PROBLEM_BY_CALL[call]
+            _KERNEL_PROBLEMS[call] = kernel_problem(f"the kernel of {package} for {name}", v.device, compare)
+    return _KERNEL_PROBLEMS[call]
 
 
 def _compare_with_query_blocks(
@@ -86,16 +86,16 @@ def flex_softmax(
     v: Tensor,
     layout: AttentionLayout,
     scale: float | None = None,
-    score_map: nn.Module | None = None,
+    logit_map: nn.Module | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return softmax(s) v, (B, H, T, E) in the dtype of `v`, by FlexAttention.
 
-    The scores s are `scale` x q.k (None: 1 / sqrt(D)), which `score_map.map_scores` then changes if it is given. With
+    The scores s are `scale` x q.k (None: 1 / sqrt(D)), which `logit_map.map_logits` then changes if it is given. With
     `window` a query sees only its latest `window` keys.
     """
     attend, _ = _flex_attention()
-    score_mod = _make_score_mod(type(score_map), repr(score_map.options), score_map) if score_map else None
+    score_mod = _make_score_mod(type(logit_map), repr(logit_map.options), logit_map) if logit_map else None
     with without_autocast(v.device):
         mask = _block_mask(layout, q.size(2), window)
         return attend(q.to(v.dtype), k.to(v.dtype), v, score_mod=score_mod, block_mask=mask, scale=scale)
@@ -111,16 +111,16 @@ def _flex_attention() -> tuple[Callable, Callable]:
 _SCORE_MODS: dict[tuple[type, str], Callable] = {}
 
 
-def _make_score_mod(map_class: type, options_text: str, score_map: nn.Module) -> Callable:
-    """Return the function by which FlexAttention changes scores: it computes `score_map.map_scores`. Each such function
-    is compiled, so layers share one if they agree in `map_class`, the class of `score_map`, and `options_text`, its
+def _make_score_mod(map_class: type, options_text: str, logit_map: nn.Module) -> Callable:
+    """Return the function by which FlexAttention changes scores: it computes `logit_map.map_logits`. Each such function
+    is compiled, so layers share one if they agree in `map_class`, the class of `logit_map`, and `options_text`, its
     options.
     """
 
-    def map_score(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score_map.map_scores(z, score_map.coefficients((query - key).clamp(min=0).float()))
+    def map_logit(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return logit_map.map_logits(z, logit_map.coefficients((query - key).clamp(min=0).float()))
 
-    return _SCORE_MODS.setdefault((map_class, options_text), map_score)
+    return _SCORE_MODS.setdefault((map_class, options_text), map_logit)
 
 
 def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> object:
@@ -131,10 +131,10 @@ def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> obj
     documents = layout.documents
     if documents is None:
         return _make_mask(length, window, layout.positions.device)
-    if window not in layout.block_masks:
+    if window not in layout.block_mask_cache:
         documents = documents if documents.dim() == 2 else documents.unsqueeze(0)
-        layout.block_masks[window] = _make_mask.__wrapped__(length, window, documents.device, documents)
-    return layout.block_masks[window]
+        layout.block_mask_cache[window] = _make_mask.__wrapped__(length, window, documents.device, documents)
+    return layout.block_mask_cache[window]
 
 
 @cache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @cache
-def cpu_flags() -> list[str]:
+def cpu_instruction_sets() -> list[str]:
     """Return the names of this CPU's instruction sets, e.g. avx2, as /proc/cpuinfo lists them; [] if they are
     unknown.
     """
@@ -43,7 +43,7 @@ def compiled_code_folder() -> Path | None:
     machines may share a home folder.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
-        identity = hashlib.sha256(" ".join([platform.machine(), *cpu_flags()]).encode()).hexdigest()[:8]
+        identity = hashlib.sha256(" ".join([platform.machine(), *cpu_instruction_sets()]).encode()).hexdigest()[:8]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm" / f"compiled-{identity}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder if os.access(folder, os.W_OK) else None

@@ -33,24 +33,24 @@ class AttentionLayout:
 
     positions: Tensor  # (T,) or (B, T) int64, 0-based position of each query in its document
     key_positions: Tensor  # (S,) or (B, S) int64, 0-based position of each key in its document
-    lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
-    # true: queries and keys are the same tokens of one document per sequence, in order; the mask is the causal triangle
-    causal: bool
+    document_lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
+    # true: queries and keys are the same tokens of one document per sequence, in order
+    mask_is_triangular: bool
     # int64, index of each query's document, shaped as `positions`; None: one document per sequence
     documents: Tensor | None = None
     key_documents: Tensor | None = None  # int64, index of each key's document, shaped as `key_positions`
-    # true: queries are the last of the keys' tokens, of one document per sequence; the mask is the triangle's last rows
-    queries_are_last: bool = False
+    # true: queries are the last of the keys' tokens, of one document per sequence: the mask is the triangle's last rows
+    mask_is_triangle_end: bool = False
 
     @cached_property
-    def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
+    def document_group_cache(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
         """Cache of the groups of documents that `attend_by_document` computes together, by the number of sequences in
         the batch.
         """
         return {}
 
     @cached_property
-    def block_masks(self) -> dict[int | None, object]:
+    def block_mask_cache(self) -> dict[int | None, object]:
         """Cache of FlexAttention's masks of packed documents (`lm.attention.gpu_kernels`), by the window's number of
         keys.
         """
@@ -79,30 +79,34 @@ class AttentionLayout:
         return cls(positions, positions, sizes.gather(1, documents), False, documents, documents)
 
     @classmethod
-    def continuation(cls, start: int, count: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
-        """Return the layout of `count` queries from token `start` on, and of all keys up to the last query. The full
-        document has `length` tokens.
+    def continuation(
+        cls, start: int, n_queries: int, length: int, device: torch.device | str = "cpu"
+    ) -> "AttentionLayout":
+        """Return the layout of `n_queries` queries from token `start` on, and of all keys up to the last query.
+
+        The full document has `length` tokens.
         """
-        keys = torch.arange(start + count, device=device)
-        return cls(keys[start:], keys, torch.full((count,), length, device=device), causal=start == 0)
+        keys = torch.arange(start + n_queries, device=device)
+        return cls(keys[start:], keys, torch.full((n_queries,), length, device=device), mask_is_triangular=start == 0)
 
     @classmethod
     def from_mask(
-        cls, mask: Tensor | None, start: int, count: int, device: torch.device | str = "cpu"
+        cls, mask: Tensor | None, start: int, n_queries: int, device: torch.device | str = "cpu"
     ) -> "AttentionLayout":
-        """Return the layout that a mask for softmax kernels describes, of `count` queries behind `start` cached keys.
+        """Return the layout that a mask for softmax kernels describes, for `n_queries` queries that follow `start`
+        cached keys.
 
         mask: (B, 1, T, S), bool or additive, in which padding and other documents are hidden; None: one document.
         Raises ValueError: the mask is not causal over whole documents, or has a bias.
         """
         if mask is None:
-            return cls.continuation(start, count, start + count, device)
+            return cls.continuation(start, n_queries, start + n_queries, device)
         visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         if mask.dtype != torch.bool and bool(mask.masked_fill(~visible, 0).any()):
             raise ValueError("lm's normalizers add no bias to scores: this mask has one; use a model without it")
         visible = visible[:, 0]  # (B, T, S)
         positions = visible.sum(-1) - 1
-        if count == visible.size(2):  # padding, which does not see itself, gets position 0
+        if n_queries == visible.size(2):  # padding, which does not see itself, gets position 0
             is_token = visible.diagonal(dim1=1, dim2=2)
             positions = positions * is_token
             layout = cls.from_positions(positions)
@@ -121,18 +125,20 @@ class AttentionLayout:
             )
         return layout
 
-    def select(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
-        """Return the layout of the queries with indices `queries` in the sequence, and of the first `keys` keys."""
+    def select(self, queries: slice | Tensor, n_keys: int) -> "AttentionLayout":
+        """Return the layout of the queries with indices `queries` in the sequence, and of the first `n_keys` keys."""
         documents = None if self.documents is None else self.documents[..., queries]
-        key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
-        lengths = self.lengths.expand_as(self.positions)[..., queries]
+        key_documents = None if self.key_documents is None else self.key_documents[..., :n_keys]
+        lengths = self.document_lengths.expand_as(self.positions)[..., queries]
         return AttentionLayout(
-            self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents
+            self.positions[..., queries], self.key_positions[..., :n_keys], lengths, False, documents, key_documents
         )
 
     def queries_from(self, first: int) -> "AttentionLayout":
         """Return the layout of all queries from index `first` in the sequence on, and of all keys."""
-        return replace(self.select(slice(first, None), self.key_positions.size(-1)), queries_are_last=self.causal)
+        return replace(
+            self.select(slice(first, None), self.key_positions.size(-1)), mask_is_triangle_end=self.mask_is_triangular
+        )
 
     def visible(self) -> Tensor:
         """Return the mask of the keys that each query sees: (T, S) or (B, 1, T, S) bool."""
@@ -157,7 +163,7 @@ class AttentionLayout:
         if policy == "visible":
             return (self.positions + 1).float()
         if policy == "sample":
-            return self.lengths.expand_as(self.positions).float()
+            return self.document_lengths.expand_as(self.positions).float()
         return torch.full_like(self.positions, int(policy.removeprefix("fixed:")), dtype=torch.float32)
 
 
@@ -176,9 +182,9 @@ def attend_by_document(
     instead of T, and `attend` is called log2(T) times at most.
     """
     b, _, t, _ = q.shape
-    if b not in layout.document_groups:  # once for all layers
-        layout.document_groups[b] = _document_groups(layout, b)
-    index_in_outputs, groups = layout.document_groups[b]
+    if b not in layout.document_group_cache:  # once for all layers
+        layout.document_group_cache[b] = _group_documents(layout, b)
+    index_in_outputs, groups = layout.document_group_cache[b]
     flat_tensors = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, H, D)
     outputs = []
     for index, group_layout in groups:
@@ -189,7 +195,7 @@ def attend_by_document(
     return torch.cat(outputs).index_select(0, index_in_outputs).unflatten(0, (b, t)).transpose(1, 2)
 
 
-def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
+def _group_documents(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
     """Sort the documents of a batch of `n_sequences` sequences into groups of similar size, for `attend_by_document`.
 
     Returns an index and the groups. A group of N documents, each padded to P tokens, is a pair: the indices (N, P) of
@@ -198,7 +204,7 @@ def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor,
     """
     device = layout.positions.device
     positions = layout.positions.expand(n_sequences, -1).flatten().cpu()
-    lengths = layout.lengths.expand_as(layout.positions).expand(n_sequences, -1).flatten()
+    lengths = layout.document_lengths.expand_as(layout.positions).expand(n_sequences, -1).flatten()
     starts = (positions == 0).nonzero().flatten()
     sizes = torch.diff(starts, append=torch.tensor([len(positions)]))
     size_classes = sizes.clamp(min=16).double().log2().ceil()
@@ -213,5 +219,7 @@ def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor,
         n_outputs += index.numel()
         index = index.to(device)
         group_positions = offset.to(device).expand_as(index)
-        groups.append((index, AttentionLayout(group_positions, group_positions, lengths[index[:, :1]], causal=True)))
+        groups.append(
+            (index, AttentionLayout(group_positions, group_positions, lengths[index[:, :1]], mask_is_triangular=True))
+        )
     return index_in_outputs.to(device), groups

@@ -27,7 +27,7 @@ class Linear(Options):
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
     findings = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
-    accepts_sum = True
+    n_accepts_sum = True
     sums_to_one = False
     features: Literal["elu", "relu", "identity"] = key(
         "elu", "phi: elu + 1, relu, or the identity (weights may then be negative)"
@@ -74,12 +74,12 @@ class LinearNormalizer(DividedNormalizer):
         phi, root = maps[self.options.features], q.size(-1) ** 0.25
         return phi(q / root), phi(k / root)
 
-    def log_decay(self, reference: Tensor) -> Tensor:
+    def log_decay(self, template: Tensor) -> Tensor:
         """Return ln g of each head, (H,), where g is the head's factor on weights per token of distance; 0 without the
         option `decay`.
         """
-        heads = torch.arange(self.layer.n_head, device=reference.device, dtype=reference.dtype)
-        return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(reference)
+        heads = torch.arange(self.layer.n_head, device=template.device, dtype=template.dtype)
+        return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(template)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """Return the products of query and key features, times g^t for keys t tokens back, (B, H, T, S). `normalize`
@@ -90,7 +90,7 @@ class LinearNormalizer(DividedNormalizer):
         return q @ k.transpose(-2, -1) * decay
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
+        return self.decode(q, k, v, layout, None)[0] if layout.mask_is_triangular else super().forward(q, k, v, layout)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None

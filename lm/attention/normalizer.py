@@ -89,7 +89,7 @@ class Normalizer(torch.nn.Module, ABC):
         return None
 
     @property
-    def reads_input(self) -> bool:
+    def reads_layer_input(self) -> bool:
         """True if scores depend on features of the layer's input, beside q and k."""
         return any(
             getattr(type(self), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features")
@@ -111,12 +111,12 @@ class Normalizer(torch.nn.Module, ABC):
         """
         return None
 
-    def log_decay(self, reference: Tensor) -> Tensor:
-        """Return ln of each head's factor on weights per token of distance, (H,) in the dtype of `reference`.
+    def log_decay(self, template: Tensor) -> Tensor:
+        """Return ln of each head's factor on weights per token of distance, (H,) in the dtype of `template`.
 
         The logarithm is negative, or 0 for a head without decay.
         """
-        return reference.new_zeros(self.layer.n_head)
+        return template.new_zeros(self.layer.n_head)
 
     @property
     def reference_length(self) -> float:
@@ -133,7 +133,7 @@ class Normalizer(torch.nn.Module, ABC):
 
         By default c is 1, if the class leaves `define_scores` as it is and has no features.
         """
-        if type(self).define_scores is not Normalizer.define_scores or self.reads_input:
+        if type(self).define_scores is not Normalizer.define_scores or self.reads_layer_input:
             return None
         return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from lm.errors import Problem, yaml_scalar
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
-INIT_REASON = "is an initial value, which training has replaced"
+INIT_FIXED_REASON = "is an initial value, which training has replaced"
 MAX_LENGTH = 1e9  # most tokens in an option that is a length: longer ones would leave the range of the computations
 MAX_FACTOR = 1e6  # bound of options that are factors or logits: products of them stay within the range of fp32
 _ROW_LENGTH_PATTERN = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
@@ -43,10 +43,10 @@ class Options:
     findings: ClassVar[str] = ""  # published figures, with their source
     sums_to_one: ClassVar[bool] = True  # whether each row of weights sums to 1 for all values of the options
     # whether the option `n` accepts the value `sum`, which divides each row of weights by the row's sum
-    accepts_sum: ClassVar[bool] = False
+    n_accepts_sum: ClassVar[bool] = False
     scales_with_q: ClassVar[bool] = True  # whether a factor on q is the same factor on the logits q.k
     # by option, the reason why a trained model can't change it
-    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INIT_REASON}
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INIT_FIXED_REASON}
 
     @property
     def rows_sum_to_one(self) -> bool:
@@ -62,7 +62,7 @@ class Options:
         that contradict each other.
         """
         n = str(getattr(self, "n", "visible"))
-        if _ROW_LENGTH_PATTERN.fullmatch(n) or (self.accepts_sum and n == "sum"):
+        if _ROW_LENGTH_PATTERN.fullmatch(n) or (self.n_accepts_sum and n == "sum"):
             return []
         return [
             Problem(
@@ -81,7 +81,7 @@ class Options:
         """
         return [self]
 
-    def layer_option(self, layer: int) -> "Options":
+    def options_of_layer(self, layer: int) -> "Options":
         """Return the options of the layer with the index `layer`. A list of layers is repeated if the model has
         more.
         """

@@ -18,7 +18,7 @@ from torch.nn import Module
 from lm.attention import gpu_kernels, routes
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import FUSED_SOFTMAX, Normalizer, SoftmaxNormalizer, logits
-from lm.attention.options import INIT_REASON, MAX_FACTOR, MAX_LENGTH, N_HELP, Options, key, reference_length_key
+from lm.attention.options import INIT_FIXED_REASON, MAX_FACTOR, MAX_LENGTH, N_HELP, Options, key, reference_length_key
 from lm.errors import Problem
 
 
@@ -104,7 +104,7 @@ class SSMax(Options):
     fixed_by_training: ClassVar[Mapping[str, str]] = {
         "scale": "decides whether there is an s to learn",
         "bias": "decides whether there is a b to learn",
-        "init": INIT_REASON,
+        "init": INIT_FIXED_REASON,
     }
     scale: Literal["learned", "none"] = key(
         "learned", "s of `s ln n`, one per layer and head; `none`: s = 1 (the paper's variant c)"
@@ -142,13 +142,12 @@ class SSMaxNormalizer(QueryScale):
 
     def initialise(self) -> None:
         if self.options.scale == "learned":
-            self.s = self.new_parameter(
-                {"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init)
-            )
+            initial_s = {"match": 1 / self.training_log_n().mean().item(), "unit": 1.0}
+            self.s = self.new_parameter(initial_s.get(self.options.init, self.options.init))
         if self.options.bias:
             self.b = self.new_parameter(0.0)
 
-    def log_n(self) -> Tensor:
+    def training_log_n(self) -> Tensor:
         """Return ln of the row length n at each position of a training sequence: (L,) float64."""
         return self.training_layout().n(self.options.n).double().log()
 
@@ -160,7 +159,7 @@ class SSMaxNormalizer(QueryScale):
         keep the mean factor. If s and b are learned, the fit is by least squares: after softmax s = 0 and b = 1, which
         computes softmax to the bit.
         """
-        c, log_n = source.scale_by_position(), self.log_n()
+        c, log_n = source.scale_by_position(), self.training_log_n()
         if self.options.init != "match" or c is None:
             return
         c = c.detach().cpu()
@@ -425,8 +424,8 @@ class QASSMaxNormalizer(FusedSoftmax):
     schema = QASSMax
 
     def initialise(self) -> None:
-        self.base = _mlp(1, self.layer.n_head * self.layer.head_size, 1.0)
-        self.gate = _mlp(self.layer.head_size, self.layer.head_size, 0.0)
+        self.base = _make_mlp(1, self.layer.n_head * self.layer.head_size, 1.0)
+        self.gate = _make_mlp(self.layer.head_size, self.layer.head_size, 0.0)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         dtype = self.base.out.weight.dtype
@@ -439,12 +438,12 @@ class QASSMaxNormalizer(FusedSoftmax):
         return q * base * gate, k
 
 
-def _mlp(size: int, n_outputs: int, first_output: float) -> Module:
-    """Make an MLP of two layers with 64 hidden units and GELU, whose outputs are all `first_output` at first."""
+def _make_mlp(n_inputs: int, n_outputs: int, initial_output: float) -> Module:
+    """Make an MLP of two layers with 64 hidden units and GELU, whose outputs are all `initial_output` at first."""
     nn = torch.nn
-    layers = nn.Sequential(OrderedDict(hidden=nn.Linear(size, 64), gelu=nn.GELU(), out=nn.Linear(64, n_outputs)))
-    nn.init.normal_(layers.hidden.weight, 0.0, 1 / math.sqrt(size))
+    layers = nn.Sequential(OrderedDict(hidden=nn.Linear(n_inputs, 64), gelu=nn.GELU(), out=nn.Linear(64, n_outputs)))
+    nn.init.normal_(layers.hidden.weight, 0.0, 1 / math.sqrt(n_inputs))
     for tensor in (layers.hidden.bias, layers.out.weight):
         nn.init.zeros_(tensor)
-    nn.init.constant_(layers.out.bias, first_output)
+    nn.init.constant_(layers.out.bias, initial_output)
     return layers

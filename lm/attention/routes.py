@@ -63,11 +63,11 @@ def gradient_before_division(grad: Tensor, dtype: torch.dtype, output: Tensor, s
 
 
 # most tokens of a short sequence; for longer ones the fused kernel is as fast, and does not keep the T x T weights
-SHORT_LENGTH = 512
-SHORT_BLOCK_QUERIES = 64  # queries of a block
-SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how many heads a block has
+MAX_SHORT_LENGTH = 512
+SOFTMAX_BLOCK_QUERIES = 64  # queries of a block
+MAX_SOFTMAX_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how many heads a block has
 # PyTorch's fused kernel on a CPU takes a mask beside `is_causal`, as the public function doesn't; None: it isn't there
-CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+TORCH_CPU_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def fused_softmax(
@@ -80,13 +80,13 @@ def fused_softmax(
 
     mask: used in place of the mask of `layout`. key_bias: a logit of each key, broadcastable to (B, H, S).
     """
-    scale, width, causal = 1 / math.sqrt(q.size(-1)), v.size(-1), layout.causal and mask is None
-    in_order = (layout.causal or layout.queries_are_last) and mask is None and v.device.type == "cpu"
-    if in_order and k.size(2) <= SHORT_LENGTH:
-        return block_attention(q, k, v, scale, key_bias=key_bias)
+    scale, width, causal = 1 / math.sqrt(q.size(-1)), v.size(-1), layout.mask_is_triangular and mask is None
+    in_order = (layout.mask_is_triangular or layout.mask_is_triangle_end) and mask is None and v.device.type == "cpu"
+    if in_order and k.size(2) <= MAX_SHORT_LENGTH:
+        return block_softmax(q, k, v, scale, key_bias=key_bias)
     if key_bias is not None:
         q, k = q.to(v.dtype), k.to(v.dtype)
-        if CPU_KERNEL and causal and in_order and torch.is_grad_enabled() and q.size(-1) == width:
+        if TORCH_CPU_KERNEL and causal and in_order and torch.is_grad_enabled() and q.size(-1) == width:
             return _biased_softmax(q, k, v, key_bias, scale)
         q, k = append_bias(q, k, key_bias / scale)
     size, needs_grad = q.size(-1), torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -115,7 +115,7 @@ class _BiasedSoftmax(torch.autograd.Function):
         # the kernel misreads a mask that isn't contiguous, and reads other strides of the last dimension as 1
         mask = (bias - bias[..., bias.size(-1) // 2, None]).unsqueeze(-2).contiguous()
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        output, log_sums = CPU_KERNEL(q, k, v, is_causal=True, attn_mask=mask, scale=scale)
+        output, log_sums = TORCH_CPU_KERNEL(q, k, v, is_causal=True, attn_mask=mask, scale=scale)
         ctx.save_for_backward(q, k, v, bias, output, log_sums, mask)
         ctx.scale = scale
         return output
@@ -146,8 +146,8 @@ def _biased_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float)
     return _BiasedSoftmax.apply(q, k, v, bias, scale)
 
 
-def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_parts: int = 3) -> tuple[Tensor, Tensor]:
-    """Append a few dimensions to q and k, so that each product q.k grows by the key's `bias`. With `n_parts` 0 the
+def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_bf16_parts: int = 3) -> tuple[Tensor, Tensor]:
+    """Append a few dimensions to q and k, so that each product q.k grows by the key's `bias`. With `n_bf16_parts` 0 the
     products stay as they are, and the new dimensions only carry the bias's gradient, for a kernel that adds the bias
     itself.
 
@@ -175,8 +175,8 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_parts: int = 3) -> tuple[T
             query_part = (block > n) * small + (block > n + 1) * steps[..., n + 1, :]
             parts.append((query_part, (block <= n + 1) * small + (block <= n) * steps[..., n, :]))
         rest = rest.detach()
-    for n in range(n_parts):
-        part = rest if n == 2 else _first_bits(rest)
+    for n in range(n_bf16_parts):
+        part = rest if n == 2 else _truncate_to_bf16(rest)
         parts.append((torch.ones_like(rest), part))
         rest = rest - part
     if not parts:
@@ -186,7 +186,7 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_parts: int = 3) -> tuple[T
     return torch.cat((q, for_q[..., first:, :]), -1), torch.cat((k, for_k), -1)
 
 
-def _first_bits(x: Tensor) -> Tensor:
+def _truncate_to_bf16(x: Tensor) -> Tensor:
     """Return the first 8 significant bits of x, which are a bf16 number. Compiled code would leave out a cast to bf16
     and back.
     """
@@ -198,7 +198,7 @@ def _zeros_with_gradient(x: Tensor) -> Tensor:
     return x - x.detach()
 
 
-class _BlockAttention(torch.autograd.Function):
+class _BlockSoftmax(torch.autograd.Function):
     """Compute causal softmax(scale q.k + bias) v by blocks of queries. q (N, T, D) are the last T of S tokens; k is
     (N, S, D), v is (N, S, E), and the bias (N, 1, S) or None.
 
@@ -219,22 +219,22 @@ class _BlockAttention(torch.autograd.Function):
         v: Tensor,
         bias: Tensor | None,
         scale: float,
-        score_map: nn.Module | None,
+        logit_map: nn.Module | None,
     ) -> Tensor:
         output, saved_weights, needs_grad = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
         with without_autocast(v.device):
-            for heads, a, b, keys, coefficients in _blocks_of_scores(q, k, score_map):
-                scores = _compute_scores(q[heads, a:b], k[heads, :keys], scale, score_map, coefficients)
+            for heads, a, b, keys, coefficients in _softmax_blocks(q, k, logit_map):
+                scores = _compute_scores(q[heads, a:b], k[heads, :keys], scale, logit_map, coefficients)
                 if bias is not None:
                     scores += bias[heads, :, :keys]
                 weights = _hide_later_keys(scores).softmax(-1).to(v.dtype)
                 output[heads, a:b] = weights @ v[heads, :keys]
-                if needs_grad and not score_map:
+                if needs_grad and not logit_map:
                     saved_weights.append(weights)
         if needs_grad:
-            dtype = q.dtype if score_map else v.dtype
+            dtype = q.dtype if logit_map else v.dtype
             ctx.save_for_backward(q.to(dtype), k.to(dtype), v, *saved_weights)
-            ctx.scale, ctx.score_map = scale, score_map
+            ctx.scale, ctx.logit_map = scale, logit_map
         return output
 
     @staticmethod
@@ -244,17 +244,13 @@ class _BlockAttention(torch.autograd.Function):
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         dq, dk, dv, dbias = (torch.zeros_like(x, dtype=wide_dtype) for x in (q, k, v, k[..., :1].mT))
         grad, needs_dbias = grad.contiguous(), ctx.needs_input_grad[3]
-        scaled_grad, v_wide, low_q, low_k = (
-            grad.to(wide_dtype) * ctx.scale,
-            v.to(wide_dtype),
-            q.to(v.dtype),
-            k.to(v.dtype),
-        )
+        scaled_grad, v_wide = grad.to(wide_dtype) * ctx.scale, v.to(wide_dtype)
+        low_q, low_k = q.to(v.dtype), k.to(v.dtype)
         with without_autocast(v.device):
-            for number, (heads, a, b, keys, coefficients) in enumerate(_blocks_of_scores(q, k, ctx.score_map)):
-                if ctx.score_map:
-                    scores = _compute_scores(q[heads, a:b], k[heads, :keys], ctx.scale, ctx.score_map, coefficients)
-                    slopes = ctx.score_map.slopes(scores, coefficients)
+            for number, (heads, a, b, keys, coefficients) in enumerate(_softmax_blocks(q, k, ctx.logit_map)):
+                if ctx.logit_map:
+                    scores = _compute_scores(q[heads, a:b], k[heads, :keys], ctx.scale, ctx.logit_map, coefficients)
+                    derivative = ctx.logit_map.score_derivative(scores, coefficients)
                     wide_weights = _hide_later_keys(scores).softmax(-1)
                     weights = wide_weights.to(v.dtype)
                 else:
@@ -263,8 +259,8 @@ class _BlockAttention(torch.autograd.Function):
                 dv[heads, :keys] += weights.mT @ grad[heads, a:b]
                 dweights = scaled_grad[heads, a:b] @ v_wide[heads, :keys].mT
                 dscores = torch._softmax_backward_data(dweights, wide_weights, -1, wide_dtype)
-                if ctx.score_map:
-                    dscores *= slopes
+                if ctx.logit_map:
+                    dscores *= derivative
                 if needs_dbias:
                     dbias[heads, :, :keys] += dscores.sum(1, keepdim=True)
                 dscores = dscores.to(v.dtype)
@@ -274,11 +270,11 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _compute_scores(
-    q: Tensor, k: Tensor, scale: float, score_map: nn.Module | None, coefficients: Tensor | None
+    q: Tensor, k: Tensor, scale: float, logit_map: nn.Module | None, coefficients: Tensor | None
 ) -> Tensor:
     """Return the scores (N, T, S) of the queries q (N, T, D) and the keys k (N, S, D)."""
     logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=scale)
-    return score_map.map_scores(logits, coefficients) if score_map else logits
+    return logit_map.map_logits(logits, coefficients) if logit_map else logits
 
 
 def _hide_later_keys(scores: Tensor) -> Tensor:
@@ -288,10 +284,10 @@ def _hide_later_keys(scores: Tensor) -> Tensor:
     return scores
 
 
-def _blocks_of_scores(
-    q: Tensor, k: Tensor, score_map: nn.Module | None
+def _softmax_blocks(
+    q: Tensor, k: Tensor, logit_map: nn.Module | None
 ) -> Iterator[tuple[slice, int, int, int, Tensor | None]]:
-    """Yield heads, first query, last query + 1, number of keys and the coefficients of `score_map`, for each block of
+    """Yield heads, first query, last query + 1, number of keys and the coefficients of `logit_map`, for each block of
     scores.
 
     q (N, T, D) are the last T of the S tokens of k (N, S, D).
@@ -299,11 +295,11 @@ def _blocks_of_scores(
     (n, queries), keys = q.shape[:2], k.size(1)
     first = keys - queries
     on_cpu = q.device.type == "cpu"
-    max_weights = SHORT_BLOCK_WEIGHTS if on_cpu else MAX_GPU_BLOCK_WEIGHTS
-    n_heads = max(1, max_weights // (SHORT_BLOCK_QUERIES * keys))
-    n_queries = SHORT_BLOCK_QUERIES if on_cpu else max(SHORT_BLOCK_QUERIES, max_weights // (n * keys))
+    max_weights = MAX_SOFTMAX_BLOCK_WEIGHTS if on_cpu else MAX_GPU_BLOCK_WEIGHTS
+    n_heads = max(1, max_weights // (SOFTMAX_BLOCK_QUERIES * keys))
+    n_queries = SOFTMAX_BLOCK_QUERIES if on_cpu else max(SOFTMAX_BLOCK_QUERIES, max_weights // (n * keys))
     index = torch.arange(keys, device=q.device)
-    by_distance = score_map and score_map.coefficients(index.to(q.dtype))
+    by_distance = logit_map and logit_map.coefficients(index.to(q.dtype))
     for a, b in block_ranges(queries, n_queries):
         distance = (index[first + a : first + b, None] - index[: first + b]).clamp(min=0)
         coefficients = None if by_distance is None else by_distance[distance]
@@ -312,18 +308,18 @@ def _blocks_of_scores(
 
 
 @keep_uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, score_map: nn.Module | None = None, key_bias: Tensor | None = None
+def block_softmax(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, logit_map: nn.Module | None = None, key_bias: Tensor | None = None
 ) -> Tensor:
     """Return causal softmax(scale q.k + key_bias) v, (B, H, T, E) in the dtype of `v`, computed by blocks of queries.
 
-    The queries q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D) and v (B, H, S, E). `score_map` turns
-    scale q.k into other scores, as in `_BlockAttention`. key_bias: broadcastable to (B, H, S); not with `score_map`.
+    The queries q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D) and v (B, H, S, E). `logit_map` turns
+    scale q.k into other scores, as in `_BlockSoftmax`. key_bias: broadcastable to (B, H, S); not with `logit_map`.
     """
     wide_dtype = torch.promote_types(v.dtype, torch.float32)
     flat_tensors = (x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v))
     bias = None if key_bias is None else key_bias.to(wide_dtype).expand(k.shape[:3]).flatten(0, 1).unsqueeze(1)
-    return _BlockAttention.apply(*flat_tensors, bias, scale, score_map).unflatten(0, q.shape[:2])
+    return _BlockSoftmax.apply(*flat_tensors, bias, scale, logit_map).unflatten(0, q.shape[:2])
 
 
 # ---------------------------------------------------------------- some queries at a time, from the definition
@@ -347,11 +343,11 @@ def _query_blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[i
     """
     length, keys, row_weights, on_cpu = q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2), q.device.type == "cpu"
     eighth_of_keys, max_weights = -(-keys // 8), MAX_BLOCK_WEIGHTS if on_cpu else MAX_GPU_BLOCK_WEIGHTS
-    if on_cpu and layout.causal:
+    if on_cpu and layout.mask_is_triangular:
         max_weights = min(max_weights, max(row_weights * eighth_of_keys, MIN_BLOCK_WEIGHTS))
     step = max(1, max_weights // row_weights)
     return [
-        (a, b, min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.causal else keys)
+        (a, b, min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.mask_is_triangular else keys)
         for a, b in block_ranges(length, step)
     ]
 
@@ -365,13 +361,13 @@ class _QueryBlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, module: nn.Module, layout: AttentionLayout, *inputs: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, dense: nn.Module, layout: AttentionLayout, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
-        ctx.module, ctx.layout = module, layout
+        ctx.dense, ctx.layout = dense, layout
         with without_autocast(inputs[0].device):
             return torch.cat(
                 [
-                    _attend_block(module, layout, block, *_block_inputs(block, *inputs))
+                    _attend_block(dense, layout, block, *_block_inputs(block, *inputs))
                     for block in _query_blocks(*inputs[:2], layout)
                 ],
                 2,
@@ -384,12 +380,10 @@ class _QueryBlockAttention(torch.autograd.Function):
         # sums over the blocks
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         for block in _query_blocks(*inputs[:2], ctx.layout):
-            leaves, block_grad = (
-                [x.detach().requires_grad_() for x in _block_inputs(block, *inputs)],
-                grad[:, :, slice(*block[:2])],
-            )
+            leaves = [x.detach().requires_grad_() for x in _block_inputs(block, *inputs)]
+            block_grad = grad[:, :, slice(*block[:2])]
             with torch.enable_grad(), without_autocast(grad.device):
-                output = _attend_block(ctx.module, ctx.layout, block, *leaves)
+                output = _attend_block(ctx.dense, ctx.layout, block, *leaves)
                 block_grads = torch.autograd.grad(output, leaves, block_grad, allow_unused=True, materialize_grads=True)
             for total, value in zip(_block_inputs(block, *grads), block_grads, strict=True):
                 total += value
@@ -407,14 +401,14 @@ def _block_inputs(
 
 
 def _attend_block(
-    module: nn.Module, layout: AttentionLayout, block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor,
+    dense: nn.Module, layout: AttentionLayout, block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor,
     *parameters: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the output of a block of queries, computed by `DenseAttention` with `parameters` in place of its own."""
     first_query, end, n_keys = block
-    values = dict(zip((name for name, _ in module.named_parameters()), parameters, strict=True))
+    values = dict(zip((name for name, _ in dense.named_parameters()), parameters, strict=True))
     arguments = q, k, v, layout.select(slice(first_query, end), n_keys)
-    return torch.func.functional_call(module, values, arguments)
+    return torch.func.functional_call(dense, values, arguments)
 
 
 class DenseAttention(nn.Module):

@@ -37,9 +37,9 @@ class Softmax1Normalizer(SoftmaxNormalizer):
     schema = Softmax1
     kernel = FUSED_SOFTMAX
 
-    def sink_logit(self, reference: Tensor) -> Tensor:
-        """Return the sink's logit b, (H,), on the device of `reference`."""
-        return reference.new_zeros(self.layer.n_head)
+    def sink_logit(self, template: Tensor) -> Tensor:
+        """Return the sink's logit b, (H,), on the device of `template`."""
+        return template.new_zeros(self.layer.n_head)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = scores.masked_fill(~layout.visible(), -math.inf)
@@ -49,7 +49,7 @@ class Softmax1Normalizer(SoftmaxNormalizer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         bias = F.pad(self.sink_logit(q).view(1, -1, 1).expand(1, -1, 1), (0, k.size(2)))  # (1, H, 1 + S)
         k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
-        if layout.causal:  # one more query in front keeps the causal mask square
+        if layout.mask_is_triangular:  # one more query in front keeps the causal mask square
             return routes.fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, key_bias=bias)[:, :, 1:]
         return routes.fused_softmax(q, k, v, layout, F.pad(layout.visible(), (1, 0), value=True), bias)
 
@@ -75,5 +75,5 @@ class SinkNormalizer(Softmax1Normalizer):
     def initialise(self) -> None:
         self.b = self.new_parameter(self.options.init)
 
-    def sink_logit(self, reference: Tensor) -> Tensor:
+    def sink_logit(self, template: Tensor) -> Tensor:
         return self.b

@@ -1,12 +1,12 @@
-"""Triton kernels compute causal sums of f(q.k / sqrt(D) + b) v, for a function f of one score. They never write weights
-to GPU memory.
+"""Triton kernels compute causal sums of f(q.k / sqrt(D) + shift) v, for a function f of one score. They never write
+weights to GPU memory.
 
 Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32
 whatever the inputs; fp32 inputs are multiplied in full precision, never as TF32. There are no atomic additions, so the
 same inputs give the same bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values. A program
-takes at most 128 columns of the values. If `SHIFTED`, scores have a shift b (N, T). If `SUMMED`, weights are divided by
-their sums (N, T). In the backward pass `mean` (N, T), the mean gradient of a query's weights, is then subtracted from
-the gradient of each weight.
+takes at most 128 columns of the values. If `HAS_SHIFT`, scores have a `shift` (N, T). If `DIVIDE_BY_SUM`, weights are
+divided by their sums (N, T). In the backward pass `mean_grad` (N, T), the mean gradient of a query's weights, is then
+subtracted from the gradient of each weight.
 """
 
 import os
@@ -23,36 +23,38 @@ KERNEL_MIN_SUM = tl.constexpr(MIN_SUM)
 # Triton's interpreter would multiply the bit patterns of bf16 numbers
 WIDEN_BF16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # columns of v that a program holds; wider values take further programs, which compute the weights again
-PIECE_COLUMNS = 128
+VALUE_PIECE_WIDTH = 128
 # Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes
 # reads shared memory beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16
 # values failed in 4 of 10 first runs.
-MIN_COLUMNS = 64
+MIN_BF16_TILE_WIDTH = 64
 
 
 @triton.jit
-def _value_and_slope(z, KIND: tl.constexpr):
-    """Return (f(z), f'(z)) for the f named `KIND` in `lm.attention.elementwise_sums.SCORE_FUNCTIONS`; NaN stays NaN."""
-    if KIND == "sigmoid":
+def _value_and_derivative(z, FUNCTION_NAME: tl.constexpr):
+    """Return (f(z), f'(z)) for the f named `FUNCTION_NAME` in `ELEMENTWISE_FUNCTIONS`, a table of
+    `lm.attention.elementwise_sums`; NaN stays NaN.
+    """
+    if FUNCTION_NAME == "sigmoid":
         value = 1 / (1 + tl.exp(-z))
-        slope = value * (1 - value)
-    elif KIND == "relu2":
+        derivative = value * (1 - value)
+    elif FUNCTION_NAME == "relu2":
         value = tl.where(z < 0, 0.0, z)
-        slope = 2 * value
+        derivative = 2 * value
         value = value * value
     else:
-        tl.static_assert(KIND == "relu", "no function of this kind")
+        tl.static_assert(FUNCTION_NAME == "relu", "no function of this kind")
         value = tl.where(z < 0, 0.0, z)
-        slope = tl.where(z > 0, 1.0, 0.0)
-    return value, slope
+        derivative = tl.where(z > 0, 1.0, 0.0)
+    return value, derivative
 
 
 @triton.jit
-def _dot(a, b, total):
-    """Return the matrix product a b, plus `total`."""
+def _dot(a, b, accumulator):
+    """Return the matrix product a b, plus `accumulator`."""
     if WIDEN_BF16:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
+    return tl.dot(a, b, accumulator, input_precision="ieee")
 
 
 @triton.jit
@@ -70,18 +72,18 @@ def _store_tile(x, tile, rows, columns, height, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_row(b, i, T, PRESENT: tl.constexpr):
-    """Load the entries b[i] of a vector, with 0 for i >= T; return zeros if the kernel has no such vector
+def _load_vector(x, i, T, PRESENT: tl.constexpr):
+    """Load the entries x[i] of a vector x, with 0 for i >= T; return zeros if the kernel has no such vector
     (`PRESENT` is false).
     """
     if PRESENT:
-        return tl.load(b + i, mask=i < T, other=0.0)
+        return tl.load(x + i, mask=i < T, other=0.0)
     else:
         return tl.zeros(i.shape, tl.float32)
 
 
 @triton.jit
-def _block_start(T, BLOCK: tl.constexpr):
+def _program_block(T, BLOCK: tl.constexpr):
     """Return this program's index n < N, of a sequence and head, and the first token of its block."""
     blocks = tl.cdiv(T, BLOCK)
     return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
@@ -89,28 +91,31 @@ def _block_start(T, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward(
-    q, k, v, b, outputs, sums, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
-    FACTOR: tl.constexpr,
+    q, k, v, shift, outputs, sums, T,
+    D: tl.constexpr, E: tl.constexpr, HAS_SHIFT: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
+    FUNCTION_NAME: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of outputs, for one piece of at most 128 columns of the values, in a loop over blocks of keys."""
-    n, first_token = _block_start(T, BLOCK)
+    n, first_token = _program_block(T, BLOCK)
     i = first_token + tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
-    q_i, b_i = _load_tile(q + n * T * D, i, d, T, D), _load_row(b + n * T, i, T, SHIFTED)
+    q_i, shift_i = _load_tile(q + n * T * D, i, d, T, D), _load_vector(shift + n * T, i, T, HAS_SHIFT)
     total, row_sum = tl.zeros((BLOCK, BLOCK_E), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first_token + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        z = _dot(q_i, tl.trans(_load_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
-        w, _ = _value_and_slope(z, KIND)
+        z = (
+            _dot(q_i, tl.trans(_load_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) * SCALE
+            + shift_i[:, None]
+        )
+        w, _ = _value_and_derivative(z, FUNCTION_NAME)
         w = tl.where(i[:, None] >= j[None, :], w, 0.0).to(v.dtype.element_ty)
         total = _dot(w, _load_tile(v, j, e, T, E), total)
-        if SUMMED:
+        if DIVIDE_BY_SUM:
             row_sum += tl.sum(w.to(tl.float32), 1)
-    if SUMMED:
+    if DIVIDE_BY_SUM:
         row_sum = tl.where(row_sum < KERNEL_MIN_SUM, float("inf"), row_sum)
         total /= row_sum[:, None]
         if tl.program_id(1) == 0:
@@ -120,95 +125,96 @@ def _forward(
 
 @triton.jit
 def _backward_queries(
-    q, k, v, b, grad, mean, dq, db, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
-    FACTOR: tl.constexpr,
+    q, k, v, shift, grad, mean_grad, dq, dshift, T,
+    D: tl.constexpr, E: tl.constexpr, HAS_SHIFT: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
+    FUNCTION_NAME: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of dq and db, the gradients of q and b, in a loop over blocks of keys."""
-    n, first_token = _block_start(T, BLOCK)
+    """Compute a block of dq and dshift, the gradients of q and the shift, in a loop over blocks of keys."""
+    n, first_token = _program_block(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
     q_i = _load_tile(q + n * T * D, i, d, T, D)
-    b_i = _load_row(b + n * T, i, T, SHIFTED)
+    shift_i = _load_vector(shift + n * T, i, T, HAS_SHIFT)
     g_i = _load_tile(grad, i, e, T, E)
-    mean_i = _load_row(mean + n * T, i, T, SUMMED)
-    dq_i, db_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    mean_i = _load_vector(mean_grad + n * T, i, T, DIVIDE_BY_SUM)
+    dq_i, dshift_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first_token + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
         k_j = _load_tile(k, j, d, T, D)
-        z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
+        z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) * SCALE + shift_i[:, None]
         dw = _dot(g_i, tl.trans(_load_tile(v, j, e, T, E)), tl.zeros((BLOCK, BLOCK), tl.float32))
         for offset in range(BLOCK_E, E, BLOCK_E):
             dw = _dot(_load_tile(grad, i, offset + e, T, E), tl.trans(_load_tile(v, j, offset + e, T, E)), dw)
-        _, slope = _value_and_slope(z, KIND)
-        dz = tl.where(i[:, None] >= j[None, :], (dw - mean_i[:, None]) * slope, 0.0)
+        _, derivative = _value_and_derivative(z, FUNCTION_NAME)
+        dz = tl.where(i[:, None] >= j[None, :], (dw - mean_i[:, None]) * derivative, 0.0)
         dq_i = _dot(dz.to(k.dtype.element_ty), k_j, dq_i)
-        db_i += tl.sum(dz, 1)
-    _store_tile(dq + n * T * D, dq_i * FACTOR, i, d, T, D)
-    if SHIFTED:
-        tl.store(db + n * T + i, db_i, mask=i < T)
+        dshift_i += tl.sum(dz, 1)
+    _store_tile(dq + n * T * D, dq_i * SCALE, i, d, T, D)
+    if HAS_SHIFT:
+        tl.store(dshift + n * T + i, dshift_i, mask=i < T)
 
 
 @triton.jit
 def _backward_keys(
-    q, k, v, b, grad, mean, dk, dv, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST: tl.constexpr,
+    q, k, v, shift, grad, mean_grad, dk, dv, T,
+    D: tl.constexpr, E: tl.constexpr, HAS_SHIFT: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
+    FUNCTION_NAME: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST_PIECE: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of dk and dv, the gradients of k and v, in a loop over blocks of queries.
 
-    If `FIRST`, the kernel computes dk and the first piece of at most 128 columns of dv, else another piece of dv alone.
-    All tiles of weights are (keys, queries), so that none is ever transposed.
+    If `FIRST_PIECE`, the kernel computes dk and the first piece of at most 128 columns of dv, else another piece of dv
+    alone. All tiles of weights are (keys, queries), so that none is ever transposed.
     """
-    n, first_token = _block_start(T, BLOCK)
+    n, first_token = _program_block(T, BLOCK)
     j, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    if not FIRST:
+    if not FIRST_PIECE:
         e += (tl.program_id(1) + 1) * BLOCK_E
-    q, b, v, grad, mean = q + n * T * D, b + n * T, v + n * T * E, grad + n * T * E, mean + n * T
+    q, shift, v, grad, mean_grad = q + n * T * D, shift + n * T, v + n * T * E, grad + n * T * E, mean_grad + n * T
     k_j, v_j = _load_tile(k + n * T * D, j, d, T, D), _load_tile(v, j, e, T, E)
     dk_j, dv_j = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK, BLOCK_E), tl.float32)
     for start in range(first_token, T, BLOCK):
         i = start + tl.arange(0, BLOCK)
         q_i, g_i = _load_tile(q, i, d, T, D), _load_tile(grad, i, e, T, E)
         z = (
-            _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR
-            + _load_row(b, i, T, SHIFTED)[None, :]
+            _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * SCALE
+            + _load_vector(shift, i, T, HAS_SHIFT)[None, :]
         )
-        w, slope = _value_and_slope(z, KIND)
+        w, derivative = _value_and_derivative(z, FUNCTION_NAME)
         mask = i[None, :] >= j[:, None]  # the mask holds queries beyond T, too: their gradients are 0
         dv_j = _dot(tl.where(mask, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
-        if FIRST:
+        if FIRST_PIECE:
             dw = _dot(v_j, tl.trans(g_i), tl.zeros((BLOCK, BLOCK), tl.float32))
             for offset in range(BLOCK_E, E, BLOCK_E):
                 dw = _dot(_load_tile(v, j, offset + e, T, E), tl.trans(_load_tile(grad, i, offset + e, T, E)), dw)
-            dz = tl.where(mask, (dw - _load_row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
+            dz = tl.where(mask, (dw - _load_vector(mean_grad, i, T, DIVIDE_BY_SUM)[None, :]) * derivative, 0.0)
             dk_j = _dot(dz.to(q.dtype.element_ty), q_i, dk_j)
-    if FIRST:
-        _store_tile(dk + n * T * D, dk_j * FACTOR, j, d, T, D)
+    if FIRST_PIECE:
+        _store_tile(dk + n * T * D, dk_j * SCALE, j, d, T, D)
     _store_tile(dv + n * T * E, dv_j, j, e, T, E)
 
 
 def launch_options(
-    dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool
+    dtype: torch.dtype, head_size: int, value_width: int, function_name: str, has_shift: bool, divide_by_sum: bool
 ) -> dict[str, int | str | bool]:
-    """Return the options of a kernel launch, by name, for inputs of `dtype`, head size `size` and values of `width`
-    dimensions.
+    """Return the options of a kernel launch, by name, for inputs of `dtype`.
 
     Block sizes are fixed, not tuned. With them compiled kernels spill few registers, and fit into the shared memory of
     GPUs that have no more than 99 KiB.
     """
-    min_columns = MIN_COLUMNS if dtype == torch.bfloat16 else 16
-    block_d, block_e = (max(min_columns, triton.next_power_of_2(x)) for x in (size, min(width, PIECE_COLUMNS)))
+    min_columns = MIN_BF16_TILE_WIDTH if dtype == torch.bfloat16 else 16
+    block_d, block_e = (
+        max(min_columns, triton.next_power_of_2(x)) for x in (head_size, min(value_width, VALUE_PIECE_WIDTH))
+    )
     is_small = dtype == torch.bfloat16 and block_d + block_e <= 128
     return {
-        "D": size,
-        "E": width,
-        "SHIFTED": shifted,
-        "SUMMED": summed,
-        "KIND": kind,
-        "FACTOR": size**-0.5,
+        "D": head_size,
+        "E": value_width,
+        "HAS_SHIFT": has_shift,
+        "DIVIDE_BY_SUM": divide_by_sum,
+        "FUNCTION_NAME": function_name,
+        "SCALE": head_size**-0.5,
         "BLOCK": 64 if dtype == torch.bfloat16 else 32,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
@@ -224,39 +230,39 @@ class _ElementwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
+        ctx: FunctionCtx, function_name: str, divide_by_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
     ) -> Tensor:
-        ctx.options = launch_options(q.dtype, q.size(-1), v.size(-1), kind, shift is not None, summed)
+        ctx.options = launch_options(q.dtype, q.size(-1), v.size(-1), function_name, shift is not None, divide_by_sum)
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
-        output = torch.empty_like(v, dtype=torch.float32 if summed else v.dtype)
-        sums = torch.empty((*v.shape[:2], 1), device=v.device) if summed else None
+        output = torch.empty_like(v, dtype=torch.float32 if divide_by_sum else v.dtype)
+        sums = torch.empty((*v.shape[:2], 1), device=v.device) if divide_by_sum else None
         placeholder = q  # passed for arguments that the kernel does not read
-        arguments = q, k, v, placeholder if shift is None else shift, output, sums if summed else placeholder
+        arguments = q, k, v, placeholder if shift is None else shift, output, sums if divide_by_sum else placeholder
         with torch.cuda.device_of(q):
-            _forward[(blocks, triton.cdiv(v.size(-1), PIECE_COLUMNS))](*arguments, q.size(1), **ctx.options)
-        ctx.save_for_backward(q, k, v, shift, *((output, sums) if summed else ()))
+            _forward[(blocks, triton.cdiv(v.size(-1), VALUE_PIECE_WIDTH))](*arguments, q.size(1), **ctx.options)
+        ctx.save_for_backward(q, k, v, shift, *((output, sums) if divide_by_sum else ()))
         return output.to(v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, shift, *saved_sums = ctx.saved_tensors
-        grad, mean = gradient_before_division(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
+        grad, mean_grad = gradient_before_division(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
-        pieces = triton.cdiv(v.size(-1), PIECE_COLUMNS)
+        pieces = triton.cdiv(v.size(-1), VALUE_PIECE_WIDTH)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        b, db = (q, dq) if shift is None else (shift, torch.empty_like(shift))
-        inputs = q, k, v, b, grad.contiguous(), mean.contiguous()
+        shift_or_q, dshift = (q, dq) if shift is None else (shift, torch.empty_like(shift))
+        inputs = q, k, v, shift_or_q, grad.contiguous(), mean_grad.contiguous()
         with torch.cuda.device_of(q):
-            _backward_queries[(blocks,)](*inputs, dq, db, q.size(1), **ctx.options)
-            _backward_keys[(blocks,)](*inputs, dk, dv, q.size(1), FIRST=True, **ctx.options)
+            _backward_queries[(blocks,)](*inputs, dq, dshift, q.size(1), **ctx.options)
+            _backward_keys[(blocks,)](*inputs, dk, dv, q.size(1), FIRST_PIECE=True, **ctx.options)
             if pieces > 1:
-                _backward_keys[(blocks, pieces - 1)](*inputs, dk, dv, q.size(1), FIRST=False, **ctx.options)
-        return None, None, dq, dk, dv, None if shift is None else db
+                _backward_keys[(blocks, pieces - 1)](*inputs, dk, dv, q.size(1), FIRST_PIECE=False, **ctx.options)
+        return None, None, dq, dk, dv, None if shift is None else dshift
 
 
 def fused_attention(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
+    function_name: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
     """Compute `lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels. `why_no_triton` in that
     module says which tensors they take.
@@ -265,4 +271,4 @@ def fused_attention(
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()
     q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    return _ElementwiseAttention.apply(kind, divide_by_sum, q, k, v, shift).unflatten(0, shape[:2])
+    return _ElementwiseAttention.apply(function_name, divide_by_sum, q, k, v, shift).unflatten(0, shape[:2])

@@ -124,15 +124,15 @@ def normalizers(
 
     The whole table is docs/normalizers.md.
     """
-    from lm.attention.catalogue import ENTRIES
+    from lm.attention.catalogue import OPTIONS_BY_NAME
     from lm.config.reference import normalizer_lines
     from lm.errors import ConfigError, suggest
 
-    if name and name not in ENTRIES:
-        raise ConfigError(f"{name}: no normalizer of lm's; {suggest(name, ENTRIES)}")
-    width = max(map(len, ENTRIES))
-    lines = normalizer_lines(name) if name else [f"{entry:{width}}  {ENTRIES[entry].full_formula}" for entry in ENTRIES]
-    print("\n".join(lines))
+    if name and name not in OPTIONS_BY_NAME:
+        raise ConfigError(f"{name}: no normalizer of lm's; {suggest(name, OPTIONS_BY_NAME)}")
+    width = max(map(len, OPTIONS_BY_NAME))
+    formulas = [f"{entry:{width}}  {OPTIONS_BY_NAME[entry].full_formula}" for entry in OPTIONS_BY_NAME]
+    print("\n".join(normalizer_lines(name) if name else formulas))
 
 
 def check_normalizer(

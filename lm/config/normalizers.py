@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 
-from lm.attention.catalogue import ENTRIES, NORMALIZERS
+from lm.attention.catalogue import NORMALIZER_BY_OPTIONS, OPTIONS_BY_NAME
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options, label_text
 from lm.config.schema import build_block, cross_key_problems, typed_fields, variant
@@ -43,7 +43,7 @@ class Catalogue(dict[str, type[Options]]):
     def __missing__(self, name: str) -> type[Options]:
         """Import the plugin `name`, register its normalizer, and return its class of options."""
         plugin = PLUGINS.import_plugin(str(name), options_class)
-        NORMALIZERS[plugin.options] = plugin.normalizer_class
+        NORMALIZER_BY_OPTIONS[plugin.options] = plugin.normalizer_class
         return plugin.options
 
     def suggestions(self) -> list[str]:
@@ -51,7 +51,7 @@ class Catalogue(dict[str, type[Options]]):
         return [*self, *sorted(PLUGINS.installed_plugins())]
 
 
-LAYER_OPTIONS = Catalogue(ENTRIES)  # options of one layer's normalizer
+LAYER_OPTIONS = Catalogue(OPTIONS_BY_NAME)  # options of one layer's normalizer
 
 
 @dataclass
@@ -127,7 +127,7 @@ def options_from_plain(plain_options: Mapping[str, Plain]) -> Options | None:
 
 def description(plain_options: Mapping[str, Plain]) -> str:
     """Return the formula and source of a normalizer, by its options in a run folder, and its `label`."""
-    entry, options = ENTRIES.get(plain_options["name"]), options_from_plain(plain_options)
+    entry, options = OPTIONS_BY_NAME.get(plain_options["name"]), options_from_plain(plain_options)
     formula, source = options.formula() if options else plain_options["name"], f" ({entry.source})" if entry else ""
     return f"{formula}{source}; {label(plain_options)}"
 

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import Field
 
-from lm.attention.catalogue import ENTRIES, normalizer_class
+from lm.attention.catalogue import OPTIONS_BY_NAME, normalizer_class
 from lm.config.normalizers import Catalogue, LayerList
 from lm.config.schema import effect_at, limits_text, typed_fields
 from lm.config.tree import Config
@@ -65,7 +65,7 @@ def normalizer_lines(name: str) -> list[str]:
     """Return lines of text on one normalizer: its formula, learned parameters, source and published figures, and a line
     for each option.
     """
-    entry = ENTRIES[name]
+    entry = OPTIONS_BY_NAME[name]
     facts = {
         "weights": entry.full_formula,
         "parameters": entry.learned_parameters,

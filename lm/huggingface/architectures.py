@@ -343,7 +343,7 @@ class Ministral3(Llama):
         return Llama4(floor_scale=float(length), attn_scale=growth, offset=0)
 
     def converted_fields(self, model: ModelConfig) -> PlainDict:
-        fields, options = super().converted_fields(model), model.normalizer.layer_option(0)
+        fields, options = super().converted_fields(model), model.normalizer.options_of_layer(0)
         growth = {self.GROWTH_FIELD: getattr(options, "attn_scale", 0.0)}
         length = {ORIGINAL_LENGTH: int(getattr(options, "floor_scale", 1))}
         return {**fields, "rope_parameters": {**length, **fields["rope_parameters"], **growth}}
@@ -441,7 +441,7 @@ def _read_windows(fields: Fields, layers: list[bool]) -> Options:
 
 def _write_windows(model: ModelConfig) -> PlainDict:
     """Return the config.json fields that say which layers of `model` have a sliding window, and its size in tokens."""
-    layer_options = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
+    layer_options = [model.normalizer.options_of_layer(n) for n in range(model.n_layer)]
     window_sizes = [options.size for options in layer_options if options.name == Window.name]
     if not window_sizes:
         return {"use_sliding_window": False, "sliding_window": None}

@@ -26,7 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lm.functional as functional
-from lm.attention.catalogue import ENTRIES
+from lm.attention.catalogue import OPTIONS_BY_NAME
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.data.tokenizer import download_files
@@ -61,10 +61,10 @@ def register(normalizers: Mapping[str, NamedNormalizer] | None = None) -> None:
     Raises ConfigError: there is no such normalizer or option. It is also raised for a normalizer that reads the layer's
     input or shares parameters among layers, as forget, asentmax and p_n do.
     """
-    for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES}).items():
+    for name, normalizer in (normalizers or {f"lm_{name}": name for name in OPTIONS_BY_NAME}).items():
         module = functional.make_module(normalizer, 1, 2, 2)
         options = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
-        if module.reads_input or type(module).tie_parameters is not Normalizer.tie_parameters:
+        if module.reads_layer_input or type(module).tie_parameters is not Normalizer.tie_parameters:
             if not normalizers:
                 continue
             reason = "is no function of one layer's queries and keys"

@@ -148,12 +148,12 @@ class LmConfig(PreTrainedConfig):
 
     @property
     def normalizer(self) -> SimpleNamespace:
-        """Return an object whose `layer_option(layer)` gives a layer's normalizer options; lm's modules call this
+        """Return an object whose `options_of_layer(layer)` gives a layer's normalizer options; lm's modules call this
         method.
         """
-        return SimpleNamespace(layer_option=self._layer_option)
+        return SimpleNamespace(options_of_layer=self._options_of_layer)
 
-    def _layer_option(self, layer: int) -> Options:
+    def _options_of_layer(self, layer: int) -> Options:
         """Return the options of a layer's normalizer, checked by the normalizer's own class of options."""
         options = dict(self.normalizers[layer])
         return normalizer_class(options.pop("name")).schema(**options)

@@ -232,7 +232,7 @@ class AttentionBase(nn.Module):
             norm(count * size, config.norm_eps) if config.qk_norm else nn.Identity() for count in counts
         )
         spec = LayerSpec(n_head, size, config.n_embd, seq_len)
-        self.normalizer: Normalizer = make_normalizer(config.normalizer.layer_option(layer), spec)
+        self.normalizer: Normalizer = make_normalizer(config.normalizer.options_of_layer(layer), spec)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Return the heads' outputs (B, T - first_output, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).

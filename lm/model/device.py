@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from lm.attention.kernels import compiled_code_folder, cpp_compiler, cpu_flags
+from lm.attention.kernels import compiled_code_folder, cpp_compiler, cpu_instruction_sets
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError
 from lm.machine import peak_process_bytes
@@ -121,7 +121,7 @@ def describe_bf16_hardware(accelerator: str) -> str:
     """Describe this machine's hardware that computes in bf16; empty if it has none (emulation is slower than fp32)."""
     if accelerator == "gpu":
         return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
-    instructions = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_flags()]
+    instructions = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_instruction_sets()]
     return f"the CPU has {instructions[0]}" if instructions else ""
 
 

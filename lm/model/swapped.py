@@ -103,7 +103,7 @@ def with_inference_setting(decoder: Decoder, setting: InferenceSetting) -> Decod
         module for module in inference_decoder.modules() if isinstance(module, AttentionBase)
     ):
         if setting.normalizer:
-            attention.normalizer = _with_options(attention.normalizer, normalizer.layer_option(layer))
+            attention.normalizer = _with_options(attention.normalizer, normalizer.options_of_layer(layer))
     return inference_decoder
 
 

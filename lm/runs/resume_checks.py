@@ -59,7 +59,7 @@ def _phase_problems(config: Config, training_config: Config, phase: int, step: i
         setting = f"phases[{index}]" if config.phases else "model"
         planned, trained = config.training_phases[index], training_config.training_phases[index]
         layers = range(training_config.model.n_layer)
-        if any(planned.normalizer.layer_option(n) != trained.normalizer.layer_option(n) for n in layers):
+        if any(planned.normalizer.options_of_layer(n) != trained.normalizer.options_of_layer(n) for n in layers):
             reason = f"the checkpoint was trained with {trained.normalizer.label()}"
             remedy = (
                 f"to change it now: lm swap {checkpoint} --to {swap_arguments(planned.normalizer)} -o OUT, then "

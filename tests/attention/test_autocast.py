@@ -208,7 +208,7 @@ def test_errors_do_not_grow_with_the_number_of_blocks_and_tiles(name: str, monke
     """
     exact = results(CASES[name], 512, rope=False, exact=True, size=48)
     monkeypatch.setattr("lm.attention.routes.MAX_BLOCK_WEIGHTS", HEADS * 512 * 4)
-    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE_SIZE", 16)
     monkeypatch.setattr("lm.attention.linear.MAX_CHUNK_TOKENS", 16)
     check_errors(name, 512, rope=False, size=48, exact=exact)
 
@@ -257,7 +257,7 @@ def test_the_backward_pass_recomputes_the_function_of_the_forward_pass(route: st
     """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes
     alone.
     """
-    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE_SIZE", 16)
     entmax = make_normalizer(opt.Entmax15(), LayerSpec(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
     tensors = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     routes = []

@@ -120,13 +120,13 @@ class Coarse(QueryScale):
 
 BROKEN = {
     Drawn: {"check_initial_values"},
-    DividedAlongKeys: {"check_row_independence", "check_decoding"},
-    ScaledAlongKeys: {"check_row_independence"},
+    DividedAlongKeys: {"check_own_n", "check_decoding"},
+    ScaledAlongKeys: {"check_own_n"},
     OtherForward: {"check_fast_path"},
     NoGradient: {"check_fast_path", "check_finite_differences"},
     Acausal: {"check_row_sums", "check_causality"},
     HalfSums: {"check_row_sums"},
-    LooksAtOtherRows: {"check_score_independence", "check_packed_documents"},
+    LooksAtOtherRows: {"check_own_scores", "check_packed_documents"},
     NamesAnotherMap: {"check_score_map"},
     NamesAnotherScale: {"check_scale_by_position"},
     NFromWidth: {"check_decoding", "check_packed_documents"},

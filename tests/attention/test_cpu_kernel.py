@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from lm.attention import cpu_kernel, kernels
 from lm.attention.cpu_kernel import TILE_KEYS, TILE_QUERIES, causal_softmax
 from lm.attention.layout import AttentionLayout
-from lm.attention.routes import SHORT_LENGTH, fused_softmax
+from lm.attention.routes import MAX_SHORT_LENGTH, fused_softmax
 
 BLOCK = 256  # keys of a block, KEYS in the source
 V = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
@@ -25,14 +25,15 @@ SCRIPTS = {  # of compilers: one that refuses, and one whose library is a line o
     "library": 'while [ "$1" != -o ]; do shift; done; echo text > "$2"',
 }
 needs_kernel = pytest.mark.skipif(
-    "avx512_bf16" not in kernels.cpu_flags() or not kernels.cpp_compiler(), reason="no AVX-512 BF16 or compiler"
+    "avx512_bf16" not in kernels.cpu_instruction_sets() or not kernels.cpp_compiler(),
+    reason="no AVX-512 BF16 or compiler",
 )
 
 
 @pytest.fixture(autouse=True)
 def forgotten():
     """Nothing is known of this machine, before a test and after it."""
-    cached = (cpu_kernel._why_unusable, cpu_kernel._load_library)
+    cached = (cpu_kernel._machine_problem, cpu_kernel._load_library)
     for function in cached:
         function.cache_clear()
     yield
@@ -103,7 +104,7 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.MonkeyPatch):
     calls = []
-    monkeypatch.setattr(cpu_kernel, "_why_unusable", lambda: "")
+    monkeypatch.setattr(cpu_kernel, "_machine_problem", lambda: "")
     monkeypatch.setattr(cpu_kernel, "causal_softmax", lambda q, k, v, scale: calls.append(scale) or v)
 
     def taken(
@@ -114,17 +115,17 @@ def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.Mo
         fused_softmax(x, x, x, layout or AttentionLayout.full(length))
         return calls == [1 / math.sqrt(8)]
 
-    assert taken(SHORT_LENGTH + 1)
-    assert not taken(SHORT_LENGTH)
-    assert not taken(SHORT_LENGTH + 1, torch.float32)
-    assert not taken(SHORT_LENGTH + 1, grad=True)
+    assert taken(MAX_SHORT_LENGTH + 1)
+    assert not taken(MAX_SHORT_LENGTH)
+    assert not taken(MAX_SHORT_LENGTH + 1, torch.float32)
+    assert not taken(MAX_SHORT_LENGTH + 1, grad=True)
     assert not taken(600, layout=AttentionLayout.from_document_lengths([300, 300]))
     with torch.no_grad():
-        assert taken(SHORT_LENGTH + 1, grad=True)
+        assert taken(MAX_SHORT_LENGTH + 1, grad=True)
 
 
 def test_the_fused_kernel_takes_what_it_can_not_compute(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu_kernel, "_why_unusable", lambda: "")
+    monkeypatch.setattr(cpu_kernel, "_machine_problem", lambda: "")
     assert not cpu_kernel.why_unusable(V)
     assert "float32" in cpu_kernel.why_unusable(V.float())
     with FakeTensorMode():
@@ -146,7 +147,7 @@ def test_machines_without_what_it_needs_are_not_warned(
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
 ):
-    monkeypatch.setattr(cpu_kernel, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(cpu_kernel, "cpu_instruction_sets", lambda: flags)
     monkeypatch.setattr(cpu_kernel, "cpp_compiler", lambda: compiler)
     assert reason in cpu_kernel.why_unusable(V)
     assert not recwarn
@@ -159,7 +160,7 @@ def test_machines_without_what_it_needs_are_not_warned(
 def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(
     trouble: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cpu_kernel, "cpu_flags", lambda: ["avx512_bf16"])
+    monkeypatch.setattr(cpu_kernel, "cpu_instruction_sets", lambda: ["avx512_bf16"])
     monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: tmp_path)
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\n" + SCRIPTS.get(trouble, ""))

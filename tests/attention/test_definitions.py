@@ -364,8 +364,8 @@ def expected(normalizer: Normalizer, q: torch.Tensor, k: torch.Tensor, x: torch.
 
 
 def test_every_entry_and_each_of_its_options_at_two_values_is_tested():
-    assert DEFINITIONS.keys() == catalogue.ENTRIES.keys()
-    for name, entry in catalogue.ENTRIES.items():
+    assert DEFINITIONS.keys() == catalogue.OPTIONS_BY_NAME.keys()
+    for name, entry in catalogue.OPTIONS_BY_NAME.items():
         cases = [options for options in CASES if options.name == name]
         for option in fields(entry):
             assert len({getattr(options, option.name) for options in cases}) >= 2, f"{name}.{option.name}"

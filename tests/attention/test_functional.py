@@ -10,14 +10,14 @@ from torch import Tensor
 
 import lm.functional as L
 from lm.attention import catalogue as opt
-from lm.attention.catalogue import ENTRIES
+from lm.attention.catalogue import OPTIONS_BY_NAME
 from lm.attention.contract import HEAD_SIZE, HEADS, TRAIN_LENGTH, WIDTH, random_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.errors import ConfigError
 
 CASES = [
-    *(entry() for entry in ENTRIES.values()),
+    *(entry() for entry in OPTIONS_BY_NAME.values()),
     opt.SSMax(bias=True), opt.SSMax(scale="none"), opt.SSMax(n="fixed:40"), opt.SSMax(n="sample"),
     opt.LogN(base=20.0, clip=True),
     opt.Cosine(log_n=True), opt.Relu2(n="sum"), opt.Sigmoid(bias=True), opt.Window(size=5),
@@ -88,7 +88,7 @@ def test_fewer_queries_than_keys_go_on_from_earlier_ones(options: opt.Options):
     normalizer = random_normalizer(options)
     x, q, k, v = inputs()
     last = slice(TOKENS - 3, TOKENS)
-    if normalizer.reads_input:
+    if normalizer.reads_layer_input:
         with pytest.raises(ConfigError, match="reads the layer's input"):
             L.attention(normalizer, q[:, :, last], k, v)
         return

@@ -21,7 +21,7 @@ from lm.training.train import train
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")]
-ENTRIES = sorted(catalogue.ENTRIES)
+NAMES = sorted(catalogue.OPTIONS_BY_NAME)
 
 
 @pytest.fixture(autouse=True)
@@ -91,9 +91,9 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, rope: bool)
     check_errors(name, 1024, rope, "cuda")
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if catalogue.normalizer_class(name).gpu_package])
+@pytest.mark.parametrize("name", [name for name in NAMES if catalogue.normalizer_class(name).gpu_package])
 def test_the_kernels_of_others_pass_their_check_and_give_packed_documents(name: str):
-    normalizer = random_normalizer(catalogue.ENTRIES[name](), torch.float32).cuda()
+    normalizer = random_normalizer(catalogue.OPTIONS_BY_NAME[name](), torch.float32).cuda()
     pytest.importorskip(normalizer.gpu_package)
     q, k, v = (x.cuda() for x in random_inputs(300, torch.bfloat16, normalizer=normalizer.cpu()))
     normalizer.cuda()
@@ -147,7 +147,7 @@ def test_the_gpu_gives_the_cpus_loss_and_gradients():
         assert torch.allclose(a, b, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_run_learns_as_the_cpu_run_does_and_resumes_exactly(tiny, name: str):
     common = [f"model.normalizer={name}", "trainer.max_steps=20", "trainer.checkpoint_every=10", "eval.every=20"]
     cpu = tiny("name=cpu", *common)

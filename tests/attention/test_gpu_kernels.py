@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lm.attention import catalogue as opt
 from lm.attention import gpu_kernels
-from lm.attention.catalogue import NORMALIZERS
+from lm.attention.catalogue import NORMALIZER_BY_OPTIONS
 from lm.attention.contract import HEADS, TRAIN_LENGTH, WIDTH, random_inputs, random_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
@@ -19,7 +19,7 @@ from lm.attention.sparse import Entmax15Normalizer
 
 FLEX = [
     {opt.Window: opt.Window(size=20), opt.SoftCap: opt.SoftCap(cap=0.7)}.get(options, options())
-    for options, normalizer in NORMALIZERS.items()
+    for options, normalizer in NORMALIZER_BY_OPTIONS.items()
     if normalizer.gpu_package == gpu_kernels.FLEX
 ]
 
@@ -56,8 +56,8 @@ def test_sizes_that_adasplash_lacks_are_padded(options: object, monkeypatch: pyt
         return normalizer.weights(q, k, AttentionLayout.full(128)) @ v
 
     monkeypatch.setattr(gpu_kernels, "import_module", lambda name: SimpleNamespace(adasplash=adasplash))
-    normalizer = random_normalizer(options, size=40)
-    q, k, v = random_inputs(100, size=40, normalizer=normalizer)
+    normalizer = random_normalizer(options, head_size=40)
+    q, k, v = random_inputs(100, head_size=40, normalizer=normalizer)
     expected = normalizer.weights(q, k, AttentionLayout.full(100)) @ v
     torch.testing.assert_close(normalizer.gpu_forward(q, k, v, AttentionLayout.full(100)), expected, rtol=0, atol=1e-9)
 
@@ -101,7 +101,7 @@ class Lacking(Right):
 def test_a_kernel_that_fails_or_differs_at_its_first_use_is_not_taken(
     kind: type, reason: str, warns: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gpu_kernels, "_PROBLEM_BY_CALL", {})
+    monkeypatch.setattr(gpu_kernels, "_KERNEL_PROBLEMS", {})
     normalizer = kind(opt.Entmax15(), LayerSpec(2, 16, WIDTH, TRAIN_LENGTH))
     call = normalizer, *torch.zeros(3, 1, 2, 20, 16, dtype=torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():

@@ -24,7 +24,7 @@ from lm.errors import ConfigError
 from scripts.tensor_memory import TensorMemory
 
 # Each entry with its defaults, or with options that act within few tokens; and further choices of options.
-CASES = {name: entry() for name, entry in catalogue.ENTRIES.items()} | {
+CASES = {name: entry() for name, entry in catalogue.OPTIONS_BY_NAME.items()} | {
     "llama4": opt.Llama4(floor_scale=8.0),
     "softcap": opt.SoftCap(cap=0.7),
     "window": opt.Window(size=5),
@@ -79,7 +79,7 @@ IN_BLOCKS = (
 @pytest.mark.parametrize("case", mark_others_slow(CASES, IN_BLOCKS))
 def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.attention.routes.MAX_BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
-    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE_SIZE", 16)
     monkeypatch.setattr("lm.attention.linear.MAX_CHUNK_TOKENS", 16)
     monkeypatch.setattr("lm.attention.linear.MAX_SEGMENT_TOKENS", 32)
     contract.check_fast_path(CASES[case])
@@ -102,7 +102,7 @@ def test_a_block_takes_at_most_64_bytes_a_weight(options: Options):
 
 
 def test_row_length_policies():
-    layout = AttentionLayout(torch.tensor([0, 1, 9]), torch.arange(10), torch.tensor([12]), causal=False)
+    layout = AttentionLayout(torch.tensor([0, 1, 9]), torch.arange(10), torch.tensor([12]), mask_is_triangular=False)
     assert layout.n("visible").tolist() == [1, 2, 10]
     assert layout.n("sample").tolist() == [12, 12, 12]
     assert layout.n("fixed:512").tolist() == [512, 512, 512]
@@ -170,7 +170,7 @@ def row_weights(options: object, logits: Tensor, s: float | None = None) -> Tens
         with torch.no_grad():
             normalizer.s.fill_(s)
     q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    layout = AttentionLayout(torch.tensor([n - 1]), torch.arange(n), torch.tensor([n]), causal=False)
+    layout = AttentionLayout(torch.tensor([n - 1]), torch.arange(n), torch.tensor([n]), mask_is_triangular=False)
     return normalizer.weights(q, logits.double().view(1, 1, n, 1), layout).flatten()
 
 

@@ -12,13 +12,13 @@ from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.routes import (
-    SHORT_BLOCK_QUERIES,
-    SHORT_LENGTH,
-    block_attention,
+    MAX_SHORT_LENGTH,
+    SOFTMAX_BLOCK_QUERIES,
+    block_softmax,
     fused_softmax,
 )
 
-LENGTHS = (1, 2, SHORT_BLOCK_QUERIES - 1, SHORT_BLOCK_QUERIES, SHORT_BLOCK_QUERIES + 1, 257, SHORT_LENGTH)
+LENGTHS = (1, 2, SOFTMAX_BLOCK_QUERIES - 1, SOFTMAX_BLOCK_QUERIES, SOFTMAX_BLOCK_QUERIES + 1, 257, MAX_SHORT_LENGTH)
 
 
 def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
@@ -43,7 +43,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return block_attention(q, k, v, 0.3)
+    return block_softmax(q, k, v, 0.3)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -54,7 +54,7 @@ def test_it_is_softmax_attention(length: int, size: int, width: int):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("queries", [1, SHORT_BLOCK_QUERIES, SHORT_BLOCK_QUERIES + 1, 200])
+@pytest.mark.parametrize("queries", [1, SOFTMAX_BLOCK_QUERIES, SOFTMAX_BLOCK_QUERIES + 1, 200])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dtype):
     """They get what they get among all queries, and so do the gradients of a loss on them alone, as near to fp64."""
@@ -66,7 +66,7 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
         return F.pad(fused_softmax(q[:, :, first:], k, v, layout.queries_from(first)), (0, 0, first, 0))
 
     def unasked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_attention(q, k, v, 24**-0.5) * (grad != 0)
+        return block_softmax(q, k, v, 24**-0.5) * (grad != 0)
 
     exact, low = results(unasked, q, k, v, grad), [x.float() for x in (q, k)] + [x.to(dtype) for x in (v, grad)]
     if dtype == torch.float64:
@@ -75,7 +75,7 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
         assert (actual - true).norm() <= 1.02 * (reference - true).norm() + 1e-12 * true.norm()
 
 
-@pytest.mark.parametrize("length", [64, 256, SHORT_LENGTH])
+@pytest.mark.parametrize("length", [64, 256, MAX_SHORT_LENGTH])
 def test_under_autocast_it_is_nearer_to_fp64_than_the_kernel(length: int):
     """Queries and keys come in fp32, as RoPE leaves them; the kernel rounds them to bf16."""
     q, k, v, grad = inputs(length, 32, 32)
@@ -88,11 +88,11 @@ def test_under_autocast_it_is_nearer_to_fp64_than_the_kernel(length: int):
         assert (a - true).norm() < (b - true).norm()
 
 
-@pytest.mark.parametrize("length", [SHORT_LENGTH, SHORT_LENGTH + 1])
+@pytest.mark.parametrize("length", [MAX_SHORT_LENGTH, MAX_SHORT_LENGTH + 1])
 def test_longer_sequences_take_the_kernel(length: int, monkeypatch: pytest.MonkeyPatch):
     q, k, v, _ = inputs(length, 8, 8)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_, **__: torch.tensor(1.0))
-    assert (fused_softmax(q, k, v, AttentionLayout.full(length)).dim() == 0) == (length > SHORT_LENGTH)
+    assert (fused_softmax(q, k, v, AttentionLayout.full(length)).dim() == 0) == (length > MAX_SHORT_LENGTH)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(2, []), (64, [False]), (128, [True])])

@@ -35,7 +35,7 @@ def test_the_interpreted_kernel_agrees_with_the_definition():
 @pytest.mark.skipif(triton_is_interpreted(), reason="compiles")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("dtype", "size", "width", "kind", "summed"),
+    ("dtype", "size", "width", "kind", "divide_by_sum"),
     [
         (torch.bfloat16, 64, 64, "relu2", False),
         (torch.bfloat16, 64, 64, "relu2", True),
@@ -44,22 +44,24 @@ def test_the_interpreted_kernel_agrees_with_the_definition():
     ],
 )
 def test_the_kernels_compile_for_a_gpu_and_fit_into_its_shared_memory(
-    dtype: torch.dtype, size: int, width: int, kind: str, summed: bool, capability: int
+    dtype: torch.dtype, size: int, width: int, kind: str, divide_by_sum: bool, capability: int
 ):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from lm.attention import triton_kernels
 
-    settings = triton_kernels.launch_options(dtype, size, width, kind, kind == "sigmoid", summed)
+    settings = triton_kernels.launch_options(dtype, size, width, kind, kind == "sigmoid", divide_by_sum)
     launch = {name: settings.pop(name) for name in ("num_warps", "num_stages")}
     matrix = "*bf16" if dtype == torch.bfloat16 else "*fp32"
     runs = [(triton_kernels._forward, {}), (triton_kernels._backward_queries, {})]
-    runs += [(triton_kernels._backward_keys, {"FIRST": first}) for first in (True, False)]
+    runs += [(triton_kernels._backward_keys, {"FIRST_PIECE": first}) for first in (True, False)]
     for kernel, extra in runs:
         constants = settings | extra
         types = (
-            {"T": "i32"} | dict.fromkeys(("b", "db", "sums", "mean"), "*fp32") | dict.fromkeys(constants, "constexpr")
+            {"T": "i32"}
+            | dict.fromkeys(("shift", "dshift", "sums", "mean_grad"), "*fp32")
+            | dict.fromkeys(constants, "constexpr")
         )
         signature = {name: types.get(name, matrix) for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

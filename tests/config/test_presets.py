@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from conftest import lm as command
 
-from lm.attention.catalogue import ENTRIES
+from lm.attention.catalogue import OPTIONS_BY_NAME
 from lm.commands.arguments import paths_and_overrides
 from lm.config import presets
 from lm.config.load import load_config
@@ -119,8 +119,8 @@ def _matches(package: str, patterns: list[str]) -> list[Path]:
 
 def test_normalizers_are_a_line_each_and_one_is_described():
     lines = command("normalizers").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [*ENTRIES]
-    for name, entry in ENTRIES.items():
+    assert [line.split()[0] for line in lines] == [*OPTIONS_BY_NAME]
+    for name, entry in OPTIONS_BY_NAME.items():
         text = command("normalizers", name).stdout
         assert entry.full_formula in text
         assert all(f"  {spec.name}" in text for spec in fields(entry))

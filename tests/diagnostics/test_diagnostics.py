@@ -195,7 +195,7 @@ CASES = [
 ]
 SLOW = [
     (name, block, isolated)
-    for name in catalogue.ENTRIES
+    for name in catalogue.OPTIONS_BY_NAME
     for block in ("attention", "gau")
     for isolated in (False, True)
 ]

@@ -82,16 +82,16 @@ def test_lemma_1_holds_in_2000_random_rows():
 APPLIES = {"softmax", "cosine", "window", "alibi", "scale_invariant", "forget", "softcap", "p_n", "qassmax", "llama4"}
 
 
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_lemma_1_applies_to_positive_functions_that_know_no_length(name: str):
-    rows = rows_of(catalogue.ENTRIES[name](), [LENGTH - 1])[0]
+    rows = rows_of(catalogue.OPTIONS_BY_NAME[name](), [LENGTH - 1])[0]
     assert limits.lemma_1_applies(rows) == (name in APPLIES)
     assert (limits.log_c2(rows) is None) == (name not in APPLIES)
 
 
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_the_norm_of_the_jacobian_stays_below_its_bound(name: str):
-    for rows in rows_of(catalogue.ENTRIES[name]()):
+    for rows in rows_of(catalogue.OPTIONS_BY_NAME[name]()):
         bound = limits.jacobian_norm_bound(rows)
         if bound is None:
             assert rows.normalizer.score_map != "exp"
@@ -118,10 +118,10 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_the_spectral_norm_is_the_largest_singular_value_of_every_normalizer(name: str):
     keys = 24
-    normalizer = catalogue.make_normalizer(catalogue.ENTRIES[name](), LayerSpec(2, 8, 16, 64)).double()
+    normalizer = catalogue.make_normalizer(catalogue.OPTIONS_BY_NAME[name](), LayerSpec(2, 8, 16, 64)).double()
     layout = AttentionLayout.full(keys).select(torch.arange(keys - 4, keys), keys)
     scores = torch.randn(1, 2, 4, keys, generator=seeded(), dtype=torch.float64) + 0.5
 
@@ -216,7 +216,7 @@ def test_more_keys_than_a_query_sees_are_no_number():
 
 @pytest.mark.parametrize("name", ["softmax", "sink", "relu2", "window"])
 def test_the_family_measures_the_tokens_embeddings(name: str):
-    options = catalogue.ENTRIES[name]()
+    options = catalogue.OPTIONS_BY_NAME[name]()
     values = measured(options).by_query
     for rows in rows_of(options):
         x = rows.embedding[0] / rows.embedding[0].norm(dim=-1, keepdim=True)

@@ -54,12 +54,12 @@ def made(name: str = "softmax", count: int = 5, length: int = 128) -> tuple[Deco
 
 
 @pytest.mark.parametrize(("count", "length"), [(5, 128), (1, 640)])
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_loss_by_token_equals_the_full_computation(name: str, count: int, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.held_out.MAX_BATCH_TOKENS", 300)
     monkeypatch.setattr("lm.model.blocks.MAX_MLP_TOKENS", 100)
     monkeypatch.setattr("lm.attention.routes.MAX_BLOCK_WEIGHTS", 2 * 640 * 200)
-    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 200)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE_SIZE", 200)
     decoder, held_out = made(name, count, length)
     copy = with_inference_setting(decoder, InferenceSetting(ThetaFactor()))
     nll = nll_by_token(copy, held_out, CPU)

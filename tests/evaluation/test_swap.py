@@ -121,11 +121,11 @@ def test_a_swap_to_the_same_normalizer_gives_its_parameters_their_initial_values
     assert all(normalizer.s.eq(1).all() for normalizer in with_normalizer(old, opt.SSMax(init="unit")).normalizers())
 
 
-@pytest.mark.parametrize("start", catalogue.ENTRIES)
+@pytest.mark.parametrize("start", catalogue.OPTIONS_BY_NAME)
 def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
     old = decoder(tiny, kinds.NORMALIZER_OPTIONS[start]())
     other_weights = {name: value for name, value in old.state_dict().items() if not is_normalizer_parameter(name)}
-    for name in catalogue.ENTRIES:
+    for name in catalogue.OPTIONS_BY_NAME:
         new = with_normalizer(old, kinds.NORMALIZER_OPTIONS[name]())
         assert new.config.normalizer == kinds.NORMALIZER_OPTIONS[name]()
         assert equal_tensors(

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import get_imports
 
 from lm.attention import catalogue as opt
-from lm.attention.catalogue import ENTRIES
+from lm.attention.catalogue import OPTIONS_BY_NAME
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import TrainedTokenizer
 from lm.config.model_config import GAUBlock, LearnedPosition, LinearScaling, ModelConfig, NoPosition, Rope
@@ -197,7 +197,7 @@ def gated(normalizer: opt.Options, **changes: object) -> ModelConfig:
 LISTED = LayerList([opt.Window(size=20), opt.SSMax(bias=True), opt.Window(size=5)])
 PLAIN = {"embedding_norm": None, "value_residual": None, "logit_softcap": None, "qk_norm": False, "mlp": "swiglu"}
 BY_OPTIONS = {  # each normalizer, with options that act within few tokens; and further formulas
-    **{name: options() for name, options in ENTRIES.items()},
+    **{name: options() for name, options in OPTIONS_BY_NAME.items()},
     "yarn": opt.YaRN(n="visible", base=50.0),
     "llama4": opt.Llama4(floor_scale=16.0),
     "softcap": opt.SoftCap(cap=2.0),
@@ -372,7 +372,7 @@ def test_each_normalizer_computes_2048_tokens_where_lm_can_not_be_imported(
         plugin = LAYER_OPTIONS["powers:Power"](p=0.2)
     PLUGINS.allow(["powers"])
     recipe = MODERN | {"position": Rope()}
-    own = [opt.YaRN(n="visible") if options is opt.YaRN else options() for options in ENTRIES.values()]
+    own = [opt.YaRN(n="visible") if options is opt.YaRN else options() for options in OPTIONS_BY_NAME.values()]
     layers = LayerList([*own, plugin])
     model = ModelConfig(len(layers.of), n_head=2, n_kv_head=1, n_embd=16, normalizer=layers, **recipe)
     decoder = Decoder(model, V, 2048, seed=3).eval()

@@ -59,7 +59,7 @@ def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
 @torch.no_grad()
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "isolated documents"])
 @pytest.mark.parametrize("block", mark_others_slow(["attention", "grouped queries", "gau"], ["grouped queries", "gau"]))
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_output(
     name: str, block: str, documents: bool
 ):
@@ -131,12 +131,12 @@ def test_n_sample_follows_the_given_length():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: pytest.MonkeyPatch):
     length = 1024
     for module in ("attention.routes", "model.attention_stream"):
         monkeypatch.setattr(f"lm.{module}.MAX_BLOCK_WEIGHTS", 2**16)
-    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 64)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE_SIZE", 64)
     decoder, tokens = make_decoder(kinds.NORMALIZER_OPTIONS[name]()), batch(length).tokens[:1]
     with TensorMemory() as memory:
         for _ in attention_blocks(decoder, Batch(tokens, tokens, None)):

@@ -117,7 +117,7 @@ def test_the_low_frequency_pairs_of_p_rope_are_not_rotated():
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", ["grouped", "gau"])
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_an_inference_setting_makes_a_copy_that_shares_weights_and_leaves_the_model_unchanged(name: str, block: str):
     model, tokens = make_decoder(name, block), torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0))
     changes = {"n": "fixed:7"} if "n" in vars(model.normalizers()[0].options) else {}
@@ -146,7 +146,7 @@ def settable(options: type) -> dict[str, object]:
     return {name: literals.get(name, value) for name, value in changes.items()}
 
 
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
     options, shapes = kinds.NORMALIZER_OPTIONS[name], []
     for changes in ({}, settable(options)):
@@ -183,7 +183,7 @@ def make_decoder(name: str, block: str, options: Mapping[str, object] = {}, **ch
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", mark_others_slow(BLOCKS, ["grouped", "gau"]))
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str, block: str):
     model = make_decoder(name, block)
     tokens = torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -213,7 +213,7 @@ def test_the_states_of_the_last_tokens_alone_are_the_same_in_other_blocks(tiny, 
 
 
 @pytest.mark.parametrize("block", mark_others_slow(BLOCKS, ["grouped", "gau"]))
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str):
     model = make_decoder(name, block).train()
     answers = np.zeros((2, 24), bool)
@@ -248,7 +248,7 @@ def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
+@pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_grouped_queries_are_heads_of_equal_keys_and_values(name: str):
     """The same numbers as a model whose heads of keys and values are the shared ones, written out for each head of
     queries.

@@ -74,12 +74,14 @@ def cells(scenarios: dict[str, object]) -> pytest.MarkDecorator:
     quick = {(name, scenario) for name in SOME for scenario in scenarios if scenario not in CONTAINED} | {
         (name, RICH) for name in KINDS
     }
-    return pytest.mark.parametrize("cell", mark_others_slow(product(catalogue.ENTRIES, scenarios), quick), ids="-".join)
+    return pytest.mark.parametrize(
+        "cell", mark_others_slow(product(catalogue.OPTIONS_BY_NAME, scenarios), quick), ids="-".join
+    )
 
 
 def rows(names: object = SOME) -> pytest.MarkDecorator:
     """Every normalizer as the parameter `name`; those not in `names` are slow."""
-    return pytest.mark.parametrize("name", mark_others_slow(catalogue.ENTRIES, names))
+    return pytest.mark.parametrize("name", mark_others_slow(catalogue.OPTIONS_BY_NAME, names))
 
 
 @cells(SCENARIOS)
@@ -160,7 +162,7 @@ RANKS = {
     ("names", "scenarios", "optimizer"),
     [
         (SOME, [*RANKS], "adamw"),
-        (tuple(name for name in catalogue.ENTRIES if name not in SOME), [*RANKS], "adamw"),
+        (tuple(name for name in catalogue.OPTIONS_BY_NAME if name not in SOME), [*RANKS], "adamw"),
         *((SOME, [*RANKS], optimizer) for optimizer in OTHERS),
     ],
     ids=["some", "others", *OTHERS],
