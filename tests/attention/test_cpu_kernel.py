@@ -25,8 +25,7 @@ SCRIPTS = {  # of compilers: one that refuses, and one whose library is a line o
     "library": 'while [ "$1" != -o ]; do shift; done; echo text > "$2"',
 }
 needs_kernel = pytest.mark.skipif(
-    "avx512_bf16" not in kernels.cpu_instruction_sets() or not kernels.cpp_compiler(),
-    reason="no AVX-512 BF16 or compiler",
+    "avx512_bf16" not in kernels.cpu_instruction_sets() or not kernels.cpp_compiler(), reason="no AVX-512 or compiler"
 )
 
 
