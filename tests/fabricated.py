@@ -17,7 +17,7 @@ from lm.files import write_together
 from lm.plain import Plain
 from lm.report.html import PAGE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
-from lm.runs.evaluations import UNIGRAM, Evaluation, evaluation_path, join_rows, measuring_code
+from lm.runs.evaluations import UNIGRAM_LEVEL_NAME, Evaluation, evaluation_path, join_rows, measuring_code_digest
 from lm.runs.folder import CHECKPOINTS, METRICS, checkpoint_path
 from lm.runs.manifest import write_files
 
@@ -58,7 +58,9 @@ def write_validation(
 def validation_frame(losses: np.ndarray, unigram: float = 9.0, units: pd.DataFrame | None = None) -> pd.DataFrame:
     """Return the rows of a validation with the given losses of units; by default of documents, one sequence each."""
     units = sampling_unit_frame("held-out", np.arange(len(losses)), None, FINGERPRINT) if units is None else units
-    return metric_rows(replace(Validation.logged_metrics[0], references=((UNIGRAM, unigram),)), losses[:, None], units)
+    return metric_rows(
+        replace(Validation.logged_metrics[0], references=((UNIGRAM_LEVEL_NAME, unigram),)), losses[:, None], units
+    )
 
 
 def write_frame(run: Run, kind: str, step: int, frame: pd.DataFrame, asked: dict[str, Plain] | None = None) -> None:
@@ -81,14 +83,14 @@ def make_evaluation(
     asked: dict[str, Plain] | None = None,
 ) -> Evaluation:
     """Return an evaluation with the given rows."""
-    code = {"lm": measuring_code()}
+    code = {"lm": measuring_code_digest()}
     return Evaluation(kind, step, tokens, seq_len, fingerprint, {}, "32", weights, frame, asked or {}, code)
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> Path:
     """Write an evaluation to a run folder, as `lm.evaluation.measurement` does, and return its path."""
     path = evaluation_path(folder, evaluation.kind, evaluation.step)
-    write_files(folder, {str(path.relative_to(folder)): evaluation.content()}, evaluation.step)
+    write_files(folder, {str(path.relative_to(folder)): evaluation.file_content()}, evaluation.step)
     return path
 
 

@@ -87,7 +87,7 @@ def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]
     from lm.report.tables import Column, Table, print_tables
 
     logged_metrics = metrics_of(load_config(arguments))
-    rows = ((each.pattern, each.unit, each.better, "yes" * each.decides, each.meaning) for each in logged_metrics)
+    rows = ((each.pattern, each.unit, each.better, "yes" * each.can_decide, each.meaning) for each in logged_metrics)
     names = ("metric", "unit", "better", "can decide", "meaning")
     cells = zip(names, zip(*rows, strict=True), strict=True)
     print_tables(Table("", "", tuple((Column(name, kind="label"), [*texts]) for name, texts in cells)))

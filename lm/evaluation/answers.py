@@ -183,7 +183,7 @@ class Recall(AnswerMeasurement):
             fields, options = {"task": options.pop("name"), "setting": setting}, json.dumps(options)
             samples = [self._recall_values(model, task, length, device) for length in self.lengths]
             questions = int(samples[0][0][1]["weight"].sum())
-            whole = accuracy_metric(setting_metric.fill_name(TASK=name), questions, task.chance, options)
+            whole = accuracy_metric(setting_metric.fill_placeholders(TASK=name), questions, task.chance, options)
             token = replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="token accuracy", options=options)
             metrics = whole, token, replace(ANSWER_LOSS, options=options)
             for metric, by_metric in zip(metrics, zip(*samples, strict=True), strict=True):

@@ -152,7 +152,7 @@ def model_attention(model: LoadedModel, text: str, layers: IndexList, heads: Ind
     """Return a model's attention on the text, computed on the CPU. Raises RunError or ConfigError as `write_attention`
     does.
     """
-    tokenizer, start = model.tokenizer_and_start()
+    tokenizer, start = model.tokenizer_and_start_id()
     encoded = encode_with_offsets(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_length_limit
     max_tokens = min(MAX_TOKENS, model.spec.seq_len if has_end else MAX_TOKENS)

@@ -108,7 +108,7 @@ class Diagnostics(Measurement):
     def metrics(cls, config: Config) -> list[Metric]:
         return [
             replace(
-                metric.fill_name(STATISTIC=each.name), unit=each.unit, quantity=each.name,
+                metric.fill_placeholders(STATISTIC=each.name), unit=each.unit, quantity=each.name,
                 units="documents" if isinstance(each, Statistic) else "",
             )
             for metric in cls.logged_metrics

@@ -197,7 +197,7 @@ def config_with_text(model: LoadedModel, config_files: Sequence[Path]) -> Config
 
     Raises ConfigError: a configuration is wrong or has no text. Raises RunError: the model has no tokenizer.
     """
-    model.tokenizer_and_start()
+    model.tokenizer_and_start_id()
     base, spec = load_config([str(path) for path in config_files]) if config_files else Config(), model.spec
     if base.data.symbolic:
         reason = f"its sequences are symbols, which {model.path} does not know"

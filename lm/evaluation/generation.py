@@ -69,7 +69,7 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
             positions.
     """
     model = load(source, checkpoint)
-    tokenizer, start = model.tokenizer_and_start()
+    tokenizer, start = model.tokenizer_and_start_id()
     encoding, unknown_token = encode_with_offsets(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
     unknown = (span for token, span in zip(encoding.tokens, encoding.offsets, strict=True) if token == unknown_token)
     for begin, end in unknown:

@@ -27,7 +27,7 @@ from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.plain import Plain, distinct_names, to_plain
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import LOSS, NATS, UNIGRAM, UNIGRAM_BOUND, VALIDATION, Axis, Metric
+from lm.runs.evaluations import NATS, UNIGRAM_BOUND_NAME, UNIGRAM_LEVEL_NAME, VAL_LOSS, VALIDATION, Axis, Metric
 from lm.statistics.sampling_units import model_selection_mask
 
 MAX_BATCH_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
@@ -180,7 +180,7 @@ def inference_setting_labels(settings: Sequence[InferenceSetting]) -> list[str]:
 
 def drop_single_setting(metric: Metric, settings: Sequence[InferenceSetting]) -> Metric:
     """Return the metric, without the word {SETTING} in its name if there is only one inference setting."""
-    return metric if len(settings) > 1 else metric.fill_name(SETTING="")
+    return metric if len(settings) > 1 else metric.fill_placeholders(SETTING="")
 
 
 POSITION_AXIS = Axis("position in the sequence", "tokens", "at positions")
@@ -200,9 +200,9 @@ def unigram_reference(store: Store, data: DataConfig) -> tuple[tuple[str, float]
     The result has the form of `Metric.references`: a name, and the loss in nats per token. It is empty if all text has
     weight 0.
 
-    The name is UNIGRAM, or UNIGRAM_BOUND if the loss is only an upper bound. It is a bound if the weights of sources or
-    tasks differ from their fractions of the store. Then a token's probability in the mixture is at least its
-    probability in the store times the smallest ratio of weight to fraction.
+    The name is UNIGRAM_LEVEL_NAME, or UNIGRAM_BOUND_NAME if the loss is only an upper bound. It is a bound if the
+    weights of sources or tasks differ from their fractions of the store. Then a token's probability in the mixture is
+    at least its probability in the store times the smallest ratio of weight to fraction.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not (data.symbolic or data.text_weight):
@@ -210,8 +210,8 @@ def unigram_reference(store: Store, data: DataConfig) -> tuple[tuple[str, float]
     fractions = np.array([source.n_tokens for source in store.train.sources]) / store.train.n_tokens
     log_ratios = np.log(fractions / weights)
     if fractions @ log_ratios <= UNIGRAM_TOLERANCE:  # the relative entropy of fractions to weights
-        return ((UNIGRAM, store.val.unigram_cross_entropy),)
-    return ((UNIGRAM_BOUND, store.val.unigram_cross_entropy + float(log_ratios.max())),)
+        return ((UNIGRAM_LEVEL_NAME, store.val.unigram_cross_entropy),)
+    return ((UNIGRAM_BOUND_NAME, store.val.unigram_cross_entropy + float(log_ratios.max())),)
 
 
 class Validation(Measurement):
@@ -225,9 +225,9 @@ class Validation(Measurement):
         "measured_on": "validation sequences",
     }
     logged_metrics = (
-        Metric(LOSS, NATS, "lower", "loss at the training length on all held-out text, or on tasks' answers", LOSS,
-            "documents", True, **_shared_metric_fields),
-        Metric(f"{LOSS} {{PART}}", NATS, "lower", "the same on one source of a mixture, or one task", LOSS,
+        Metric(VAL_LOSS, NATS, "lower", "loss at the training length on all held-out text, or on tasks' answers",
+            VAL_LOSS, "documents", True, **_shared_metric_fields),
+        Metric(f"{VAL_LOSS} {{PART}}", NATS, "lower", "the same on one source of a mixture, or one task", VAL_LOSS,
             "documents"),
         Metric("val/bits_per_byte", "bits per byte", "lower", "the same in bits per byte of text",
             "val/bits_per_byte", **_shared_metric_fields),
@@ -251,7 +251,7 @@ class Validation(Measurement):
     @classmethod
     def metrics(cls, config: Config) -> list[Metric]:
         loss, part_loss, bits = cls.logged_metrics
-        parts = [part_loss.fill_name(PART=name) for name in cls.source_or_task_names(config)]
+        parts = [part_loss.fill_placeholders(PART=name) for name in cls.source_or_task_names(config)]
         return [loss, *parts, *[bits] * (not config.data.symbolic)]
 
     @classmethod

@@ -27,7 +27,7 @@ from lm.plain import Plain, json_value
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import COLUMNS, Evaluation, Metric, evaluation_path, join_rows, measuring_code
+from lm.runs.evaluations import COLUMNS, Evaluation, Metric, evaluation_path, join_rows, measuring_code_digest
 from lm.runs.manifest import read_file, write_files
 from lm.statistics.sampling_units import model_selection_mask
 
@@ -177,7 +177,7 @@ def metric_rows(
     n_units, n_points = values.shape
     words = dict.fromkeys(("TASK", "NAME", "PART"), task or metric.quantity) | {"SETTING": setting}
     words |= dict.fromkeys(("STATISTIC", "METRIC"), metric.quantity)
-    names = [metric.fill_name(**words, LENGTH=point).name or metric.quantity for point in x]
+    names = [metric.fill_placeholders(**words, LENGTH=point).name or metric.quantity for point in x]
     points = {"metric": names, "x": x, "until": until or [np.nan] * n_points}
     columns: dict[str, object] = {name: np.repeat(column, n_units) for name, column in points.items()}
     if units is None:
@@ -223,7 +223,7 @@ class Measurement(ABC):
         if not (names := cls.placeholder_values(config)):  # those of lm-eval keep their braces
             return [*cls.logged_metrics]
         words = [dict(zip(names, values, strict=True)) for values in product(*names.values())]
-        return [metric.fill_name(**named) for metric in cls.logged_metrics for named in words]
+        return [metric.fill_placeholders(**named) for metric in cls.logged_metrics for named in words]
 
     @classmethod
     def options_of(cls, config: Config) -> EvaluationTiming:
@@ -286,7 +286,7 @@ class Measurement(ABC):
             "data_fingerprint": self.data_fingerprint,
             "precision": "32" if self.measures_in_fp32 else device.precision,
             "weights_sha256": weights_hash,
-            "code": {"lm": measuring_code(), **PLUGINS.code_digests(self.config.normalizer_names)},
+            "code": {"lm": measuring_code_digest(), **PLUGINS.code_digests(self.config.normalizer_names)},
         }
         return json_value(inputs)
 
@@ -301,7 +301,7 @@ class Measurement(ABC):
     def write(self, run_folder: Path, evaluation: Evaluation) -> Path:
         """Write a result to its file in a run folder, and return the file's path."""
         path = evaluation_path(run_folder, evaluation.kind, evaluation.step)
-        files = {str(path.relative_to(run_folder)): evaluation.content()}
+        files = {str(path.relative_to(run_folder)): evaluation.file_content()}
         write_files(run_folder, files, evaluation.step, evaluation.weights_sha256)
         return path
 

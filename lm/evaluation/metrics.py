@@ -20,7 +20,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.report.comparison import REPORTING
 from lm.runs.evaluations import NATS, Metric
-from lm.runs.folder import PEAK_MEMORY
+from lm.runs.folder import PEAK_MEMORY_KEY
 
 TRAINING_METRICS = (  # logged in training
     Metric("train/loss", NATS, "lower", "training loss, mean since the last line"),
@@ -28,7 +28,7 @@ TRAINING_METRICS = (  # logged in training
     Metric("lr", "", "none", "learning rate of the step"),
     Metric("tokens_per_s", "tokens/s", "higher", "training tokens a second since the last line"),
     Metric("elapsed_s", "s", "lower", "time of training, without evaluations and checkpoints"),
-    Metric(PEAK_MEMORY, "bytes", "lower", "largest memory so far: of the process, or of tensors on the GPU"),
+    Metric(PEAK_MEMORY_KEY, "bytes", "lower", "largest memory so far: of the process, or of tensors on the GPU"),
     Metric("sequence_length", "tokens", "none", "length of the step's sequences"),
     Metric("normalizer/{NAME}/layerL/headH", "", "none", "parameter of a normalizer with one value a head"),
     Metric("normalizer/{NAME}/layerL/rms", "", "none", "root mean square of another parameter of a normalizer"),
@@ -103,7 +103,7 @@ def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
     Raises ConfigError: `config` asks for no such metric.
     """
     candidates = [
-        (kind, metric) for kind in _measurement_classes(config) for metric in kind.metrics(config) if metric.decides
+        (kind, metric) for kind in _measurement_classes(config) for metric in kind.metrics(config) if metric.can_decide
     ]
     for kind, metric in candidates:
         if metric.matches(name):
@@ -130,6 +130,6 @@ def metrics_page() -> str:
     lines = [_PAGE_HEAD]
     for metric in (*TRAINING_METRICS, *chain(*(kind.logged_metrics for kind in MEASUREMENT_CLASSES))):
         lines.append(
-            f"| `{metric.pattern}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.decides} |"
+            f"| `{metric.pattern}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.can_decide} |"
         )
     return "\n".join(lines) + "\n"

@@ -25,7 +25,15 @@ from lm.runs.folder import (
     read_metrics,
 )
 from lm.runs.manifest import check_file, read_file
-from lm.runs.record import RunRecord, RunStatus, divergence, loss_above_unigram, read_run, start_setting, tokens_before
+from lm.runs.record import (
+    RunRecord,
+    RunStatus,
+    divergence_reason,
+    loss_above_unigram_text,
+    read_run,
+    recorded_setting,
+    tokens_before_run,
+)
 from lm.statistics.intervals import is_unlearned
 from lm.statistics.sampling_units import unit_rows, units_of_split, weighted_mean
 
@@ -72,7 +80,7 @@ class Outcome:
         weights that it started from."""
         tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
         if (self.folder / ENVIRONMENT).is_file():
-            tokens += tokens_before(read_environment(self.folder))
+            tokens += tokens_before_run(read_environment(self.folder))
         return tokens
 
     @cached_property
@@ -97,20 +105,20 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """Return the description of how the run diverged (`lm.runs.record.divergence`); empty if the run didn't
+        """Return the description of how the run diverged (`lm.runs.record.divergence_reason`); empty if the run didn't
         diverge. Raises RunError: the log says that the run diverged, but its last checkpoint, which a diverged run does
         not write, exists."""
         if any(DIVERGED_KEY in line for line in self.log_lines) and self.checkpoint.exists():
             raise RunError(
                 f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
             )
-        return divergence(self.log_lines, self._validation)
+        return divergence_reason(self.log_lines, self._validation)
 
     @cached_property
     def not_learned_text(self) -> str:
         """Return a text that says that the final loss is above the unigram cross-entropy; empty if the loss is not
         above it, or if one of the two is unknown."""
-        return loss_above_unigram(self._validation)
+        return loss_above_unigram_text(self._validation)
 
     @property
     def unlearned_level(self) -> str:
@@ -283,12 +291,12 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     for arm, run in finished_runs:
         if (run.folder / ENVIRONMENT).is_file():
             environment = read_environment(run.folder)
-            values = {name: start_setting(environment, key) for name, key in _RUN_FACTS.items()}
+            values = {name: recorded_setting(environment, key) for name, key in _RUN_FACTS.items()}
             versions = [name for name in environment.get("versions", {}) if ":" in name]
-            values |= {f"code of {name}": start_setting(environment, f"versions.{name}") for name in versions}
+            values |= {f"code of {name}": recorded_setting(environment, f"versions.{name}") for name in versions}
             if "weights" in (origin := environment.get("started_from") or {}):
                 values[f"weights of {origin['path']}"] = origin["weights"]
-            dirty_count += bool(values["git commit"]) and start_setting(environment, "git_dirty") is not False
+            dirty_count += bool(values["git commit"]) and recorded_setting(environment, "git_dirty") is not False
             for name, value in values.items():
                 facts.setdefault(name, []).append((arm, value))
         for evaluation in run.evaluations:

@@ -130,7 +130,7 @@ def transformers_model(loaded_model: LoadedModel) -> tuple["PreTrainedModel", "P
 
     from lm.huggingface.modeling_lm import LmForCausalLM
 
-    tokenizer, _ = loaded_model.tokenizer_and_start()
+    tokenizer, _ = loaded_model.tokenizer_and_start_id()
     architecture, config, tensors = export_contents(loaded_model)
     model_class = getattr(transformers, architecture.class_names[0]) if architecture else LmForCausalLM
     model = model_class.from_pretrained(None, config=model_class.config_class.from_dict(config), state_dict=tensors)
@@ -217,7 +217,7 @@ def _token_id_fields(loaded_model: LoadedModel) -> dict[str, Plain]:
     """
     if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    _, start_id = loaded_model.tokenizer_and_start()
+    _, start_id = loaded_model.tokenizer_and_start_id()
     end_ids = loaded_model.end_ids
     return {"bos_token_id": start_id, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0], "pad_token_id": None}
 

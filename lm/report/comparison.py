@@ -228,7 +228,7 @@ class ArmComparison:
         keys = _keys_besides_normalizer(self.config_diff)
         warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
         for words, counts in (
-            ("They started from weights that had seen different numbers", [run.tokens_before for run in self.runs]),
+            ("They started from weights that had seen different numbers", [run.tokens_before_run for run in self.runs]),
             ("The runs have not seen the same number", [run.tokens_seen for run in self.runs]),
         ):
             agreement, tokens = self.shared_value(counts)
@@ -239,9 +239,9 @@ class ArmComparison:
     def divergences(self) -> list[str]:
         """Return sentences on how runs diverged."""
         return [
-            f"{printable_text(run.name)}: diverged: {printable_text(run.divergence)}"
+            f"{printable_text(run.name)}: diverged: {printable_text(run.divergence_reason)}"
             for run in self.runs
-            if run.divergence
+            if run.divergence_reason
         ]
 
     def shared_value(self, values: Sequence[object]) -> tuple[bool | None, str]:

@@ -60,7 +60,7 @@ def drawn_runs(comparison: ArmComparison) -> list[DrawnRun]:
 def _trace(run: DrawnRun, curve: Curve, colour: int, label: str, kind: Literal["seed", "mean"] = "seed") -> Trace:
     """Return the curve of a logged metric as a function of tokens seen, which include the tokens that the run's initial
     weights had seen. Of more than `MAX_POINTS` points, neighbours are replaced by their mean."""
-    count, tokens = len(curve.tokens), curve.tokens + run.record.tokens_before
+    count, tokens = len(curve.tokens), curve.tokens + run.record.tokens_before_run
     groups = np.array_split(np.arange(count), min(count, MAX_POINTS) or 1)
     x, y = (np.array([values[group].mean() for group in groups if len(group)]) for values in (tokens, curve.values))
     return Trace(colour, label, x, y, kind)
@@ -98,7 +98,7 @@ def curves_picture(
     """
     swaps = [(run.record, step) for run in runs for step, _ in run.record.phases[1:]]
     swap_tokens = {
-        step * (record.flat_config.get("optim.batch_tokens") or 0) + record.tokens_before for record, step in swaps
+        step * (record.flat_config.get("optim.batch_tokens") or 0) + record.tokens_before_run for record, step in swaps
     }
     marks = {tokens: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
     panels, notes = [], []

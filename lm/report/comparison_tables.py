@@ -30,7 +30,7 @@ from lm.report.tables import (
     printable_text,
 )
 from lm.runs.evaluations import Metric
-from lm.runs.folder import DIVERGED_KEY, PEAK_MEMORY, highest_logged
+from lm.runs.folder import DIVERGED_KEY, PEAK_MEMORY_KEY, highest_logged
 from lm.runs.record import RunRecord
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
@@ -155,13 +155,15 @@ def cost_table(arms: Arms, title: str = "What a run took") -> Table:
     for name, unit in means[0].index:
         cells = [None if np.isnan(cost[name, unit]) else four_digit_text(cost[name, unit]) for cost in means]
         columns += [(Column(name, unit), cells)] if any(cells) else []
-    devices = [", ".join(dict.fromkeys(plain_text(run.setting("device")) for run in runs)) for runs in arms.values()]
+    devices = [
+        ", ".join(dict.fromkeys(plain_text(run.recorded_setting("device")) for run in runs)) for runs in arms.values()
+    ]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
 def _run_costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
     """Return a run's costs by (name, unit), None where the run folder records none."""
-    seconds, memory = highest_logged(run.log_lines, "elapsed_s"), highest_logged(run.log_lines, PEAK_MEMORY)
+    seconds, memory = highest_logged(run.log_lines, "elapsed_s"), highest_logged(run.log_lines, PEAK_MEMORY_KEY)
     # the run's own, as the seconds are
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)
     tokens = 0 if run.environment.get("swap") and not run.log_lines else tokens  # it was swapped, and not trained
@@ -210,7 +212,7 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     for section in comparison.sections:
         amounts = {run: _sequences_text(rows) for run, rows in section.groupby("run")}
         values[section["about"].iloc[0].measured_on] = [amounts.get(number) for number in range(len(runs))]
-    values["torch.compile"] = [run.setting("compile") for run in runs]
+    values["torch.compile"] = [run.recorded_setting("compile") for run in runs]
     versions = [run.environment.get("versions") or {} for run in runs]
     values["versions"] = [", ".join(f"{name} {of[name]}" for name in of) or None for of in versions]
     return [
@@ -230,16 +232,16 @@ def _conditions(run: RunRecord) -> dict[str, Plain]:
     return {
         "tokens seen": run.tokens_seen,
         "tokens seen when evaluated": ", ".join(f"{tokens:,}" for tokens in sorted(evaluated_after)) or None,
-        "tokens in the weights started from": run.tokens_before,
+        "tokens in the weights started from": run.tokens_before_run,
         "data fingerprint": run.environment_entry("data_fingerprint"),
         "tokens in a step": run.flat_config.get("optim.batch_tokens"),
         "steps": run.flat_config.get("trainer.max_steps"),
         "seeds": seeds_text(run.seeds),
         "learning rate and schedule": ", ".join(f"{key}={run.flat_config[key]}" for key in scheduled),
         "parameters outside the normalizer": None if None in (total, normalizer) else total - normalizer,
-        "precision": run.setting("precision"),
-        "device": run.setting("device"),
-        "code": run.commits,
+        "precision": run.recorded_setting("precision"),
+        "device": run.recorded_setting("device"),
+        "code": run.commits_text,
     }
 
 
@@ -275,11 +277,11 @@ def _sequences_text(rows: pd.DataFrame) -> str | None:
 
 def data_text(run: RunRecord) -> str:
     """Return a run's text or tasks by name, and the size of text; sequences of symbols are made anew."""
-    source = {} if run.symbolic else flatten(run.config["data"].get("source"))
+    source = {} if run.is_symbolic else flatten(run.config["data"].get("source"))
     names = [name for key, name in source.items() if name and key.rpartition(".")[2] in ("package", "dataset", "paths")]
     words = [str(part) for name in names for part in (name if isinstance(name, list) else [name])]
     words += [entry["task"]["name"] for entry in run.config["data"].get("tasks") or []]
-    count = None if run.symbolic else run.environment_entry("data.train_tokens")
+    count = None if run.is_symbolic else run.environment_entry("data.train_tokens")
     return printable_text(", ".join([*words, *([f"{count:,} training tokens"] if count else [])]))
 
 

@@ -124,7 +124,7 @@ def run_columns(record: RunRecord) -> dict[str, Any]:
         "stage": experiment.get("stage"),
         "rate": experiment.get("rate") or record.flat_config.get("optim.lr"),
         "seed": record.config["seed"],
-        "commit": record.commits,
+        "commit": record.commits_text,
         "state": record.state,
     }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.errors import RunError, one_line
 from lm.files import file_sha256, replace_file
-from lm.runs.folder import CHECKPOINTS, checkpoint_paths, log_entry
+from lm.runs.folder import CHECKPOINTS, checkpoint_paths, log_manifest_entry
 from lm.runs.manifest import add_entries, check_file, manifest_entry
 
 
@@ -50,7 +50,9 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
             reason = "a callback's state is no numbers, texts, tensors, and lists and maps of them"
             raise RunError(f"{path}: can't be read back: {reason} (trainer.callbacks)") from None
         sha256 = file_sha256(Path(file.name))
-        add_entries(run, log_entry(run, step), manifest_entry(f"{CHECKPOINTS}/{path.name}", sha256, step, weights))
+        add_entries(
+            run, log_manifest_entry(run, step), manifest_entry(f"{CHECKPOINTS}/{path.name}", sha256, step, weights)
+        )
 
 
 def load_checkpoint(path: Path) -> dict[str, object]:

@@ -29,7 +29,7 @@ from lm.statistics.sampling_units import grouped_mean, unit_rows, weighted_mean
 
 # ---------------------------------------------------------------- metrics
 
-Better = Literal["lower", "higher", "none"]  # which direction is better; none: the metric only describes
+BetterDirection = Literal["lower", "higher", "none"]  # which direction is better; none: the metric only describes
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Axis:
 class Metric:
     """A metric describes what is measured: name, unit, better direction, and how reports show it.
 
-    Words in braces in the name, such as {LENGTH}, are placeholders. `fill_name` puts values in their place.
+    Words in braces in the name, such as {LENGTH}, are placeholders. `fill_placeholders` puts values in their place.
     """
 
     name: str = ""  # in metrics.jsonl; empty: training does not log it
     unit: str = ""  # such as `nats per token`; a `fraction` lies within 0 and 1
-    better: Better = "none"
+    better: BetterDirection = "none"
     meaning: str = ""  # in words, for the list of all metrics
     quantity: str = ""  # its name in reports, such as `loss`
     # what it is measured on: documents, of which a third choose learning rates, or questions, which all choose rates
@@ -76,17 +76,17 @@ class Metric:
         return re.sub("[{}]", "", self.name)
 
     @property
-    def decides(self) -> bool:
+    def can_decide(self) -> bool:
         """Return whether the metric is measured for each sequence or question, so that it can be an experiment's
         `primary.metric`.
         """
         return bool(self.units)
 
-    def fill_name(self, **words: object) -> "Metric":
-        """Return the metric with the placeholders in its name replaced by the values that `words` has for them; other
+    def fill_placeholders(self, **values: object) -> "Metric":
+        """Return the metric with the placeholders in its name replaced by `values`, which are named after them; other
         placeholders stay.
         """
-        name = re.sub(r"\{(\w+)\}", lambda word: str(words.get(word[1], word[0])), self.name)
+        name = re.sub(r"\{(\w+)\}", lambda word: str(values.get(word[1], word[0])), self.name)
         return replace(self, name=name.strip())
 
     def is_logged_as(self, name: str) -> bool:
@@ -126,13 +126,13 @@ def join_rows(blocks: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 # ---------------------------------------------------------------- several evaluations as one frame
 
-FACT_COLUMNS = ("kind", "step", "tokens_seen", "seq_len", "data_fingerprint")
+EVALUATION_FACT_COLUMNS = ("kind", "step", "tokens_seen", "seq_len", "data_fingerprint")
 CURVE_COLUMNS = ["evaluation", "about", "task", "setting"]  # equal in the rows of one curve, or of one number
 
 
 def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     """Return the rows of evaluations as one frame. The column `about` holds each row's Metric, as a category; the
-    `FACT_COLUMNS` hold facts about each evaluation.
+    `EVALUATION_FACT_COLUMNS` hold facts about each evaluation.
 
     More columns are `evaluation`, the index in `evaluations`, and the metric's `quantity`, `title`, `unit`, `better`
     and `control`. `subject` is the task, with its options where another task has the same name. `logged` says whether
@@ -142,7 +142,7 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     rows = join_rows([evaluation.frame for evaluation in evaluations])
     rows = rows.astype({name: object for name, kind in COLUMNS.items() if kind is object})
     numbers = np.repeat(np.arange(len(evaluations)), [len(evaluation.frame) for evaluation in evaluations])
-    codes, metrics = _metric_numbers(rows["about"].to_numpy())
+    codes, metrics = _factorize_metrics(rows["about"].to_numpy())
     tasks, names = (list(zip(codes.tolist(), rows[name], strict=True)) for name in ("task", "metric"))
     definitions = {pair: {"name": pair[1]} | json.loads(metrics[pair[0]].options or "{}") for pair in set(tasks)}
     distinct = {str(definition): definition for definition in definitions.values()}
@@ -150,7 +150,7 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     logged = {(code, name): metrics[code].is_logged_as(name) for code, name in set(names)}
     columns = {
         name: np.array([getattr(evaluation, name) for evaluation in evaluations], object)[numbers]
-        for name in FACT_COLUMNS
+        for name in EVALUATION_FACT_COLUMNS
     }
     metric_columns = ("quantity", "title", "unit", "better")
     columns |= {name: np.array([getattr(metric, name) for metric in metrics], object)[codes] for name in metric_columns}
@@ -188,10 +188,10 @@ def logged_means(evaluation: "Evaluation") -> dict[str, float]:
 # ---------------------------------------------------------------- the validation loss
 
 
-VALIDATION, LOSS = "validation", "val/loss"
+VALIDATION, VAL_LOSS = "validation", "val/loss"
 NATS = "nats per token"
-UNIGRAM = "unigram cross-entropy"  # the level to compare the loss with
-UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # the name of the level if it is an upper bound
+UNIGRAM_LEVEL_NAME = "unigram cross-entropy"  # the level to compare the loss with
+UNIGRAM_BOUND_NAME = f"{UNIGRAM_LEVEL_NAME}, at most"  # the name of the level if it is an upper bound
 
 
 def chance_level(metric: Metric) -> tuple[str, float]:
@@ -199,14 +199,14 @@ def chance_level(metric: Metric) -> tuple[str, float]:
     ("", NaN) if the metric has none.
     """
     name, level = next(iter(metric.references), ("", math.nan))
-    return (name, level) if name.startswith(("chance", UNIGRAM)) else ("", math.nan)
+    return (name, level) if name.startswith(("chance", UNIGRAM_LEVEL_NAME)) else ("", math.nan)
 
 
 def selection_loss(evaluation: "Evaluation") -> tuple[float, str]:
     """Return the validation loss (nats per token) on the sequences by which the best checkpoint is chosen, and the hash
     of all validation sequences.
     """
-    loss = unit_rows(evaluation.frame, LOSS)
+    loss = unit_rows(evaluation.frame, VAL_LOSS)
     selects = (loss["part"] == "selects").to_numpy()
     return weighted_mean(loss[selects] if selects.any() else loss), loss["sequences"].iloc[0]
 
@@ -230,7 +230,7 @@ MEASURING_PACKAGES = (
 
 
 @cache
-def measuring_code(package: Path = Path(__file__).parent.parent) -> str:
+def measuring_code_digest(package: Path = Path(__file__).parent.parent) -> str:
     """Return a digest (16 hex digits) of all source files that can affect an evaluation's numbers."""
     return source_files_sha256([package / package_name for package_name in MEASURING_PACKAGES])
 
@@ -257,9 +257,9 @@ class Evaluation:
         """Return the kind of evaluation as a noun for messages, such as `long-context evaluation`."""
         return f"{self.kind.replace('_', '-')} evaluation"
 
-    def content(self) -> bytes:
+    def file_content(self) -> bytes:
         """Return the content of the evaluation's file."""
-        about, metrics = _metric_numbers(self.frame["about"].to_numpy())
+        about, metrics = _factorize_metrics(self.frame["about"].to_numpy())
         frame = self.frame.assign(about=about, value=self.frame["value"].where(np.isfinite(self.frame["value"])))
         table = frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
         facts = {name: value for name, value in vars(self).items() if name != "frame"}
@@ -296,12 +296,14 @@ def _read_table(table: str, metrics: list[Metric]) -> pd.DataFrame:
     return frame.assign(about=np.array(metrics, object)[frame["about"].to_numpy()])
 
 
-def _metric_numbers(about: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
+def _factorize_metrics(row_metrics: np.ndarray) -> tuple[np.ndarray, list[Metric]]:
     """Return the index of each row's Metric, (rows,), and the list of Metrics that the indices refer to."""
-    objects, _ = pd.factorize(np.fromiter(map(id, about), np.int64, len(about)))  # hashes of metrics are slow
+    objects, _ = pd.factorize(
+        np.fromiter(map(id, row_metrics), np.int64, len(row_metrics))
+    )  # hashes of metrics are slow
     numbers: dict[Metric, int] = {}
     firsts = np.unique(objects, return_index=True)[1]
-    by_object = np.array([numbers.setdefault(metric, len(numbers)) for metric in about[firsts]], int)
+    by_object = np.array([numbers.setdefault(metric, len(numbers)) for metric in row_metrics[firsts]], int)
     return by_object[objects], [*numbers]
 
 

@@ -19,7 +19,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line, suggest
 from lm.files import read_json, write_text
 from lm.plain import Plain
-from lm.runs.manifest import Entry, check_file, entries_of, manifest_entry, parse_line, read_file
+from lm.runs.manifest import Entry, check_file, manifest_entry, parse_line, read_entries, read_file
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
@@ -74,7 +74,7 @@ def read_environment(folder: Path) -> dict[str, Plain]:
     return json.loads(read_file(folder, ENVIRONMENT))
 
 
-def read_description(folder: Path) -> dict[str, Plain]:
+def read_model_json(folder: Path) -> dict[str, Plain]:
     """Return the content of a model folder's lm.json. Raises RunError: it is missing, or was altered.
 
     An export of lm 0.11 has no manifest, so that a change of its lm.json is not noticed.
@@ -112,7 +112,7 @@ def checkpoint_paths(folder: Path) -> list[Path]:
 
 
 # log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
-PEAK_MEMORY = "peak_memory_bytes"
+PEAK_MEMORY_KEY = "peak_memory_bytes"
 # key of the last log line of a run that stopped at values that are not finite; the value says why
 DIVERGED_KEY = "diverged"
 
@@ -142,7 +142,7 @@ def truncate_metrics(run: Path, step: int) -> None:
         write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def log_entry(run: Path, step: int) -> Entry:
+def log_manifest_entry(run: Path, step: int) -> Entry:
     """Return the manifest's entry for a run's metrics.jsonl as the file is now. `bytes` in the entry is the present
     size of the file, as later lines are appended to it (`check_log`).
 
@@ -160,7 +160,7 @@ def check_log(run: Path, step: float = math.inf) -> None:
     """Check that a run's log begins as it was when the last checkpoint up to `step` was saved. Raises RunError: the log
     was altered, or is gone.
     """
-    lines = [line for line in entries_of(run, METRICS) if line["step"] <= step]
+    lines = [line for line in read_entries(run, METRICS) if line["step"] <= step]
     path = run / METRICS
     content = path.read_bytes() if path.is_file() else b""  # after the manifest, as a run under way adds to both
     if lines and hashlib.sha256(content[: (saved := lines[-1]).get("bytes", 0)]).hexdigest() != saved["sha256"]:
@@ -172,7 +172,7 @@ def check_log(run: Path, step: float = math.inf) -> None:
 
 def highest_logged(lines: list[dict[str, Plain]], name: str) -> float | None:
     """Return the highest value logged as `name`; None if it was not logged. Examples of names are `elapsed_s`, the
-    seconds in training steps over all starts, and `PEAK_MEMORY`, in bytes.
+    seconds in training steps over all starts, and `PEAK_MEMORY_KEY`, in bytes.
     """
     return max((line[name] for line in lines if line.get(name)), default=None)
 

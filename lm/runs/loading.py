@@ -35,15 +35,17 @@ from lm.runs.folder import (
     TOKENIZER,
     checkpoint_paths,
     checkpoint_step,
-    read_description,
     read_environment,
+    read_model_json,
     require_run,
 )
-from lm.runs.manifest import MANIFEST, check_file, entries_of, write_files
+from lm.runs.manifest import MANIFEST, check_file, read_entries, write_files
 from lm.runs.resume_checks import trained_config
 
-WEIGHTS = "model.safetensors"  # file in a model folder, beside MODEL_JSON
-MODEL_KEYS = "model.yaml"  # file in the folder of a model without a training run, from which a configuration starts
+WEIGHTS_FILE = "model.safetensors"  # file in a model folder, beside MODEL_JSON
+MODEL_KEYS_FILE = (
+    "model.yaml"  # file in the folder of a model without a training run, from which a configuration starts
+)
 NON_SHAPE_KEYS = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
 MODEL_FORMAT = 6  # version of lm.json; FORMAT_WITHOUT_MANIFEST is read, too
 
@@ -52,29 +54,34 @@ def write_model(
     out: Path,
     spec: ModelSpec,
     weights: Mapping[str, Tensor],
-    tokenizer: bytes | None,
-    training: dict[str, Plain] | None = None,
+    tokenizer_json: bytes | None,
+    training_metadata: dict[str, Plain] | None = None,
     origin: dict[str, Plain] | None = None,
 ) -> Path:
     """Write a model to the folder `out` atomically, and return `out`.
 
     Args:
         weights: all parameters by name, on any device; a tied head is stored once, as the embedding.
-        tokenizer: content of the model's tokenizer.json; None: the model has no text.
-        training: metadata of the training run; None: the model has no training run.
+        tokenizer_json: content of the model's tokenizer.json; None: the model has no text.
+        training_metadata: metadata of the training run; None: the model has no training run.
         origin: facts on where an imported model came from.
 
     Raises RunError: `out` holds something, or can't be written.
     """
     with new_folder(out) as folder:
-        description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, "origin": origin or {}}
-        files = {MODEL_JSON: json_bytes(description)} | ({} if tokenizer is None else {TOKENIZER: tokenizer})
-        if training is None:
-            files[MODEL_KEYS] = dump_yaml(_model_keys(out, spec, tokenizer is not None)).encode()
+        description = {
+            "format": MODEL_FORMAT,
+            "spec": to_plain(spec),
+            "training": training_metadata,
+            "origin": origin or {},
+        }
+        files = {MODEL_JSON: json_bytes(description)} | ({} if tokenizer_json is None else {TOKENIZER: tokenizer_json})
+        if training_metadata is None:
+            files[MODEL_KEYS_FILE] = dump_yaml(_model_keys(out, spec, tokenizer_json is not None)).encode()
         names = [name for name in weights if name != "head.weight" or not spec.model.tied]
         copies = {name: weights[name].cpu().clone() for name in names}  # safetensors refuses what layers share
-        files[WEIGHTS] = safetensors.torch.save(copies, {"format": "pt"})
-        write_files(folder, files, (training or {}).get("step", 0))
+        files[WEIGHTS_FILE] = safetensors.torch.save(copies, {"format": "pt"})
+        write_files(folder, files, (training_metadata or {}).get("step", 0))
     return out
 
 
@@ -118,7 +125,7 @@ class LoadedModel:
         """
         return _model_folder(self.path)
 
-    def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
+    def tokenizer_and_start_id(self) -> tuple[Tokenizer, int]:
         """Return the tokenizer, and the id of the token that starts a document. Raises RunError: the model has no
         tokenizer.
         """
@@ -185,7 +192,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
 def _load_model(path: Path) -> LoadedModel:
     """Load the model of a model folder. Raises RunError: the folder has a format that this version can't read, or a
     file was altered."""
-    description = {"origin": {}, **read_description(path)}
+    description = {"origin": {}, **read_model_json(path)}
     version = description.get("format")
     if version == FORMAT_WITHOUT_MANIFEST:
         text = f"note: {path}: exported by lm 0.11, without a {MANIFEST}: its files are not checked; export it again"
@@ -195,11 +202,11 @@ def _load_model(path: Path) -> LoadedModel:
             f"{path / MODEL_JSON}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again"
         )
     else:
-        check_file(path, WEIGHTS, advice="export it again")
+        check_file(path, WEIGHTS_FILE, advice="export it again")
     with _refuse_misfits(path):
         spec, metadata = ModelSpec.from_plain(description["spec"]), description["training"] or {}
         config = trained_config(metadata, path) if metadata else None
-        decoder = _build_decoder(spec, safetensors.torch.load_file(path / WEIGHTS), path)
+        decoder = _build_decoder(spec, safetensors.torch.load_file(path / WEIGHTS_FILE), path)
     tokenizer = _read_tokenizer(path, spec)
     return LoadedModel(decoder, spec, tokenizer, path, config, metadata, origin=description["origin"])
 
@@ -260,7 +267,7 @@ def _read_tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer | None:
         RunError: the tokenizer is missing, or not the one that the model was trained with.
         DataError: the tokenizer can't be used.
     """
-    if (folder / MANIFEST).is_file() and entries_of(folder, TOKENIZER):
+    if (folder / MANIFEST).is_file() and read_entries(folder, TOKENIZER):
         check_file(folder, TOKENIZER, advice="bring back the one that the model was trained with")
     return load_tokenizer(folder / TOKENIZER, spec.end_of_text) if (folder / TOKENIZER).is_file() else None
 

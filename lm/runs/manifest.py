@@ -25,14 +25,14 @@ MANIFEST = "manifest.jsonl"
 Entry = dict[str, Plain]  # a line of the manifest
 
 
-def manifest_entry(name: str, sha256: str, step: int, weights: str | None = None) -> Entry:
+def manifest_entry(name: str, sha256: str, step: int, weights_sha256: str | None = None) -> Entry:
     """Return the manifest's line for the file `name`, a path within the folder.
 
     Args:
         step: training steps up to which the file holds results.
-        weights: sha256 of the weights that the file holds, or on which it holds a measurement.
+        weights_sha256: sha256 of the weights that the file holds, or on which it holds a measurement.
     """
-    return {"file": name, "sha256": sha256, "step": step, "weights": weights}
+    return {"file": name, "sha256": sha256, "step": step, "weights": weights_sha256}
 
 
 def add_entries(folder: Path, *entries: Entry) -> None:
@@ -47,7 +47,7 @@ def add_entries(folder: Path, *entries: Entry) -> None:
         raise RunError(f"{folder / MANIFEST}: can't be written: {error.strerror}") from None
 
 
-def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weights: str | None = None) -> None:
+def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weights_sha256: str | None = None) -> None:
     """Write files {name: content} of `folder` and their manifest lines. No file is replaced before all are written.
     Raises RunError as `replace_file` does.
     """
@@ -57,7 +57,7 @@ def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weig
             file.write(content)
             file.flush()  # a full disk shows here, while every file is still as it was
         hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        add_entries(folder, *(manifest_entry(name, sha256, step, weights) for name, sha256 in hashes.items()))
+        add_entries(folder, *(manifest_entry(name, sha256, step, weights_sha256) for name, sha256 in hashes.items()))
 
 
 def check_file(folder: Path, name: str, sha256: str | None = None, advice: str = "bring it back") -> None:
@@ -87,7 +87,7 @@ def read_file(folder: Path, name: str, advice: str = "bring it back") -> bytes:
     return content
 
 
-def entries_of(folder: Path, name: str = "") -> list[Entry]:
+def read_entries(folder: Path, name: str = "") -> list[Entry]:
     """Return the readable lines of the manifest of `folder`, of all files or of the file `name`. Raises RunError: there
     is no manifest.
     """
@@ -101,7 +101,7 @@ def truncate_manifest(folder: Path, step: int) -> None:
     all lines.
     """
     if (folder / MANIFEST).is_file():
-        kept_lines = [line for line in entries_of(folder) if step and line["step"] <= step]
+        kept_lines = [line for line in read_entries(folder) if step and line["step"] <= step]
         write_text(folder / MANIFEST, "".join("\n" + json.dumps(line) for line in kept_lines))
 
 

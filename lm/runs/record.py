@@ -19,7 +19,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import yaml_scalar
 from lm.files import plain_sha256
 from lm.plain import Plain, flatten
-from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, Evaluation, last_evaluations
+from lm.runs.evaluations import UNIGRAM_BOUND_NAME, UNIGRAM_LEVEL_NAME, VAL_LOSS, Evaluation, last_evaluations
 from lm.runs.folder import (
     CONFIG,
     DIVERGED_KEY,
@@ -49,7 +49,7 @@ def run_starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     return history
 
 
-def start_setting(environment: dict[str, Plain], name: str) -> Plain:
+def recorded_setting(environment: dict[str, Plain], name: str) -> Plain:
     """Return a run's value of setting `name`; None if it is not recorded. If the starts of the run differ in the value,
     the result is a text such as `32, from step 500 bf16-mixed`.
     """
@@ -70,7 +70,7 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical_config(config)).items() if distinguishes_arms(key)}
-    settings = {key: start_setting(environment, key.rpartition(".")[2]) for key in keys_recorded_per_start()}
+    settings = {key: recorded_setting(environment, key.rpartition(".")[2]) for key in keys_recorded_per_start()}
     definition |= {key: value for key, value in settings.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
     if config.get("init_from") and "arm" in start:
@@ -104,7 +104,7 @@ MIN_LOSS_RISE = 0.5
 RunStatus = Literal["unfinished", "finished", "diverged"]
 
 
-def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> str:
+def divergence_reason(lines: list[dict[str, Plain]], validation: Evaluation | None) -> str:
     """Return a text that says how a run diverged; it is empty if the run didn't diverge.
 
     A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its
@@ -121,11 +121,11 @@ def divergence(lines: list[dict[str, Plain]], validation: Evaluation | None) -> 
         return "final val/loss is not finite"
     losses = logged_curve(lines, "train/loss").values
     losses = losses[np.isfinite(losses)]
-    reason, has_risen = loss_above_unigram(validation), len(losses) and losses[-1] - losses.min() > MIN_LOSS_RISE
+    reason, has_risen = loss_above_unigram_text(validation), len(losses) and losses[-1] - losses.min() > MIN_LOSS_RISE
     return f"{reason}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}" if reason and has_risen else ""
 
 
-def tokens_before(environment: Mapping[str, Plain]) -> int:
+def tokens_before_run(environment: Mapping[str, Plain]) -> int:
     """Return the number of tokens on which the initial weights of a run were trained, over all earlier runs. It is 0
     for random initial weights.
     """
@@ -133,7 +133,7 @@ def tokens_before(environment: Mapping[str, Plain]) -> int:
     return origin.get("tokens", 0) + origin.get("tokens_before", 0)
 
 
-def loss_above_unigram(validation: Evaluation | None) -> str:
+def loss_above_unigram_text(validation: Evaluation | None) -> str:
     """Return a text that says that the final validation loss exceeds the unigram cross-entropy. The text is empty if
     the loss is not above the unigram cross-entropy, or if one of the two is not known.
     """
@@ -143,9 +143,9 @@ def loss_above_unigram(validation: Evaluation | None) -> str:
 
 def _loss_and_unigram(validation: Evaluation) -> tuple[float, float]:
     """Return the validation loss and the unigram cross-entropy, which is infinite if it is not known."""
-    rows = validation.frame[validation.frame["metric"] == LOSS]
+    rows = validation.frame[validation.frame["metric"] == VAL_LOSS]
     references = dict(rows["about"].iloc[0].references)
-    return weighted_mean(rows), references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
+    return weighted_mean(rows), references.get(UNIGRAM_LEVEL_NAME, references.get(UNIGRAM_BOUND_NAME, math.inf))
 
 
 # ---------------------------------------------------------------- the record of a run folder
@@ -171,15 +171,15 @@ class RunRecord:
         return [evaluation for evaluation in self.evaluations if evaluation.step >= last_step]
 
     @cached_property
-    def divergence(self) -> str:
+    def divergence_reason(self) -> str:
         """Return a text that says how the run diverged; it is empty if the run didn't diverge."""
-        validations = (each for each in self.final_evaluations if (each.frame["metric"] == LOSS).any())
-        return divergence(self.log_lines, next(validations, None))
+        validations = (each for each in self.final_evaluations if (each.frame["metric"] == VAL_LOSS).any())
+        return divergence_reason(self.log_lines, next(validations, None))
 
     @property
     def state(self) -> RunStatus:
         """Return `diverged`, `finished` if the run was measured at its last step, else `unfinished`."""
-        return "diverged" if self.divergence else "finished" if self.final_evaluations else "unfinished"
+        return "diverged" if self.divergence_reason else "finished" if self.final_evaluations else "unfinished"
 
     @cached_property
     def flat_config(self) -> dict[str, Plain]:
@@ -194,7 +194,7 @@ class RunRecord:
         return arm_definition(self.config, self.environment)
 
     @property
-    def symbolic(self) -> bool:
+    def is_symbolic(self) -> bool:
         """Return whether the run was trained on tasks over symbols, not on text."""
         return self.environment.get("symbolic", False)
 
@@ -229,20 +229,20 @@ class RunRecord:
         return logged_curve(self.log_lines, name)
 
     @property
-    def tokens_before(self) -> int:
+    def tokens_before_run(self) -> int:
         """Return the number of tokens on which the run's initial weights were trained, over all earlier runs. It is 0
         for random initial weights.
         """
-        return tokens_before(self.environment)
+        return tokens_before_run(self.environment)
 
-    def setting(self, name: str) -> Plain:
+    def recorded_setting(self, name: str) -> Plain:
         """Return the value of setting `name`, such as `precision`; None if it is not recorded. If resumptions changed
         the setting, the value is a text that lists all values.
         """
-        return start_setting(self.environment, name)
+        return recorded_setting(self.environment, name)
 
     @property
-    def commits(self) -> str | None:
+    def commits_text(self) -> str | None:
         """Return a text that lists the git commits of the run's launch and resumptions, and marks uncommitted changes.
         It is None if no commit is recorded.
         """

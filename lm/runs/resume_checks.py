@@ -23,23 +23,23 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
 
 
 def resume_problems(
-    config: Config, training_config: Config, metadata: dict[str, Plain], path: Path, branches: bool = False
+    config: Config, training_config: Config, metadata: dict[str, Plain], path: Path, is_branch: bool = False
 ) -> list[Problem]:
     """Return every difference between `config` and the checkpoint's `training_config` that forbids resuming from the
     checkpoint at `path`.
 
     Args:
         metadata: metadata of the checkpoint; `step` and `phase` say how far training has come.
-        branches: whether a new run branches from the checkpoint, and may therefore have another schedule.
+        is_branch: whether a new run branches from the checkpoint, and may therefore have another schedule.
     """
     problems, step = [], metadata["step"]
-    remedy = "branch with that" if branches else "resume it with that, or choose another name"
+    remedy = "branch with that" if is_branch else "resume it with that, or choose another name"
     in_new_run = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path}"
     for key, (value, trained) in config_differences(
         to_plain(config, include_defaults=True), to_plain(training_config, include_defaults=True)
     ).items():
         effect = key_effect(key).on_resume
-        if branches and (effect == "branch" or key == "branch_from"):
+        if is_branch and (effect == "branch" or key == "branch_from"):
             continue
         if effect in ("same", "branch"):
             reason = f"the checkpoint was trained with {value_text(trained)}"

@@ -14,7 +14,7 @@ from lm.evaluation.swap import describe_swap
 from lm.model.decoder import Decoder
 from lm.model.device import Device, peak_memory_bytes
 from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss
-from lm.runs.folder import PEAK_MEMORY
+from lm.runs.folder import PEAK_MEMORY_KEY
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
@@ -68,7 +68,7 @@ class EvaluationCallback(StepCallback):
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
             if trainer.is_global_zero:
                 scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
-                run.log(step, {"tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
+                run.log(step, {"tokens": tokens, **scores, PEAK_MEMORY_KEY: peak_memory_bytes(device.device)})
                 measurement.write(self.config.run_folder, result)
                 texts = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
                 run.progress.say(f"step {step}: " + (texts or measurement.kind))

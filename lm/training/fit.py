@@ -165,7 +165,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                     data.loader.kill_workers()
             step = trainer.global_step
             if step >= config.trainer.max_steps:
-                divergence_text = read_run(folder).divergence if trainer.is_global_zero else ""
+                divergence_text = read_run(folder).divergence_reason if trainer.is_global_zero else ""
                 run.progress.say(f"done: {folder}" + (f", diverged: {divergence_text}" if divergence_text else ""))
                 return 0
             if trainer.should_stop and not run.stop.signal:
@@ -252,7 +252,7 @@ def _evaluate_missing(
         for result in evaluate_model(folder, load(checkpoint), missing, open_device(config, facts)):
             means = {"tokens": result.evaluation.tokens_seen, **logged_means(result.evaluation)}
             MetricsFile(folder / METRICS).write(means, step)
-    divergence_text = read_run(folder).divergence
+    divergence_text = read_run(folder).divergence_reason
     advice = f"raise trainer.max_steps to go on, or evaluate it with other options: lm eval {folder} KEY=VALUE"
     print(f"{folder}: complete at step {step}{divergence_text and f', diverged: {divergence_text}'}; {advice}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lm.config.tree import Config
 from lm.errors import RunError, one_line
 from lm.plain import Plain, to_plain
-from lm.runs.evaluations import LOSS
+from lm.runs.evaluations import VAL_LOSS
 from lm.runs.folder import METRICS
 from lm.training.lightning_import import L
 from lm.training.user_classes import make_user_objects
@@ -124,7 +124,7 @@ class WandbRun(FailsafeLogger, WandbLogger):
         super().__init__(experiment=run)
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")
-        run.define_metric(LOSS, step_metric="tokens", summary="min,last")
+        run.define_metric(VAL_LOSS, step_metric="tokens", summary="min,last")
 
     def write(self, metrics: Mapping[str, Plain], step: int) -> None:
         # `step` as wandb's own, which Lightning leaves out: a resumed run then logs no step twice

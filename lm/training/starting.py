@@ -33,7 +33,7 @@ from lm.runs.folder import (
     read_environment,
 )
 from lm.runs.loading import LoadedModel, check_finite, load
-from lm.runs.record import arm_hash, tokens_before, training_seeds
+from lm.runs.record import arm_hash, tokens_before_run, training_seeds
 from lm.runs.resume_checks import resume_problems, trained_config
 from lm.training.optimizers import GROUP_NAMES, freeze, saved_state
 
@@ -61,15 +61,15 @@ def check_before_preparation(
     resolve_device(config)
     if checkpoint:
         metadata, trained = content["lm"], trained_config(content["lm"], checkpoint)
-        config, branches = (
+        config, is_branch = (
             with_steps(config, metadata["vocab_size"]),
             not owns_checkpoint(config.run_folder, checkpoint),
         )
-        problems = resume_problems(config, trained, metadata, checkpoint, branches)
-        if branches and not problems:
+        problems = resume_problems(config, trained, metadata, checkpoint, is_branch)
+        if is_branch and not problems:
             shapes = (_valueless_decoder(side, metadata["phase"]) for side in (config, trained))
             problems = _weights_problems(config, *shapes, checkpoint)
-        if branches and metadata["step"] >= config.trainer.max_steps:
+        if is_branch and metadata["step"] >= config.trainer.max_steps:
             reason = f"leaves no step after step {metadata['step']} of {checkpoint} (branch_from)"
             remedy = "raise it; it counts all steps from the first"
             problems = [Problem("trainer.max_steps", config.trainer.max_steps, reason, remedy)]
@@ -246,7 +246,7 @@ def start_new_run(
         "normalizer": source.decoder.config.normalizer.label(),
         "weights": weights_sha256(decoder.state_dict())[:12],
     }
-    if earlier_tokens := tokens_before(source.environment):
+    if earlier_tokens := tokens_before_run(source.environment):
         origin["tokens_before"] = earlier_tokens
     origin |= {"arm": origin["weights"], "seeds": []}
     if source.config:

@@ -13,7 +13,7 @@ from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.folder import CHECKPOINTS, PEAK_MEMORY, checkpoint_path, checkpoint_paths, checkpoint_step
+from lm.runs.folder import CHECKPOINTS, PEAK_MEMORY_KEY, checkpoint_path, checkpoint_paths, checkpoint_step
 from lm.training.lightning_import import L, SIGTERMException
 from lm.training.module import LanguageModel
 from lm.training.run_context import RunContext
@@ -84,7 +84,7 @@ class Metrics(StepCallback):
                 "lr": self.config.lr_at(step - 1),
                 "tokens_per_s": round(speed, 1),
                 "elapsed_s": round(elapsed_s, 3),
-                PEAK_MEMORY: peak_memory_bytes(module.device),
+                PEAK_MEMORY_KEY: peak_memory_bytes(module.device),
                 "sequence_length": module.sequence_length,
                 **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
             },

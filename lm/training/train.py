@@ -20,7 +20,7 @@ from lm.runs.folder import (
     checkpoint_paths,
     owns_checkpoint,
 )
-from lm.runs.manifest import entries_of
+from lm.runs.manifest import read_entries
 from lm.training.launcher import end_with_parent, this_process
 from lm.training.starting import check_before_preparation
 
@@ -98,7 +98,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
         return path
     # a kill within the first save leaves a temporary file, perhaps with its line in the manifest
     is_empty = not any((folder / CHECKPOINTS).glob("*"))
-    if is_empty and (folder / CONFIG).is_file() and any(CHECKPOINTS in entry["file"] for entry in entries_of(folder)):
+    if is_empty and (folder / CONFIG).is_file() and any(CHECKPOINTS in entry["file"] for entry in read_entries(folder)):
         remedy = "bring them back, choose another name=..., or delete the folder to start the run again"
         raise RunError(f"{folder}: holds a run whose checkpoints are gone; {remedy}")
     return files[-1] if files else None

@@ -68,7 +68,7 @@ def tasks(tmp_path: Path, monkeypatch) -> dict[str, str]:
 
 def log_p(model: LoadedModel, text: str, continuation: str) -> float:
     """The definition: log p of the continuation in one sequence, whose left is cut to the training length."""
-    tokenizer, start = model.tokenizer_and_start()
+    tokenizer, start = model.tokenizer_and_start_id()
     stem = text.rstrip()
     ids, n_context = tokenizer.encode(text + continuation).ids, len(tokenizer.encode(stem).ids)
     tokens = [start, *ids][-model.spec.seq_len - 1 :]

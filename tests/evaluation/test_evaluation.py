@@ -188,7 +188,7 @@ def test_what_was_measured_before_is_not_measured_again(tiny):
         for overrides in (quick, quick, [], [*quick, "trainer.precision=bf16-mixed"])
     ]
     assert [result.is_cached for run in runs for result in run] == [False, False, True, True, *[False] * 4]
-    assert runs[0][0].evaluation.content() == runs[1][0].evaluation.content()
+    assert runs[0][0].evaluation.file_content() == runs[1][0].evaluation.file_content()
     assert runs[0][0].evaluation.frame["sample"].count() == 3
     assert load_evaluation(config.run_folder / "evaluations" / "validation.step-000008.csv").precision == "bf16-mixed"
 

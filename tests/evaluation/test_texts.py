@@ -55,7 +55,7 @@ def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Pa
         f"text/{name}/{quantity}" for name in ("verse", "code") for quantity in ("loss", "bits_per_byte")
     }
     model = load(config.run_folder)
-    tokenizer, start = model.tokenizer_and_start()
+    tokenizer, start = model.tokenizer_and_start_id()
     ids = np.array([start, *tokenizer.encode(verse.read_text()).ids])  # all of it, in sequences of 32 spread over it
     places = np.arange(16) * ((len(ids) - 1) // 32) // 16 * 32
     rows = torch.tensor(np.stack([ids[place : place + 33] for place in places]))

@@ -234,7 +234,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
     pairs = set(zip(frame["metric"], frame["about"], frame["sample"].notna(), strict=True))
     assert sorted(names) == sorted(name for name, about, has_units in pairs if has_units and about.matches(name))
     listed = metrics_of(run.config)
-    assert sorted(metric.name for metric in listed if metric.decides) == sorted(names)
+    assert sorted(metric.name for metric in listed if metric.can_decide) == sorted(names)
     logged = {name for line in run.outcome.log_lines for name in line} - {"step", "tokens"}
     patterns = {re.sub(r"/n\d+/", "/nN/", re.sub(r"(layer|head)\d+", r"\1#", name)) for name in logged}
     listed = {re.sub("(layer)L|(head)H", r"\1\2#", metric.name) for metric in listed}

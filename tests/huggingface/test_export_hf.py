@@ -95,7 +95,7 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     train(config)
     source, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
-    text, start = "some words<|endoftext|>of text ", source.tokenizer_and_start()[1]
+    text, start = "some words<|endoftext|>of text ", source.tokenizer_and_start_id()[1]
     assert tokenizer(text).input_ids == [start, *source.tokenizer.encode(text).ids]
     assert tokenizer(text, add_special_tokens=False).input_ids == source.tokenizer.encode(text).ids
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, model.config.bos_token_id) == (start, start, start)

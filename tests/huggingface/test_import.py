@@ -255,7 +255,7 @@ def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer:
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
     model = imported(tmp_path / "hf", tmp_path / "out")
     assert model.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
-    assert model.tokenizer_and_start()[1] == tokenizer.token_to_id("<|endoftext|>")
+    assert model.tokenizer_and_start_id()[1] == tokenizer.token_to_id("<|endoftext|>")
     assert lm("generate", str(tmp_path / "out"), "--prompt", "the", "--max-new-tokens", "3").returncode == 0
     padded = Tokenizer.from_str(tokenizer.to_str())
     padded.add_tokens([f"word{n}" for n in range(V - 1 - padded.get_vocab_size())])

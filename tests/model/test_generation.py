@@ -79,7 +79,7 @@ def test_lm_generate_writes_text_as_it_comes(tiny):
 
 
 def test_a_prompt_that_the_model_has_no_token_for_is_refused(monkeypatch):
-    model = SimpleNamespace(tokenizer_and_start=lambda: (symbol_tokenizer([MQAR()]), 0))
+    model = SimpleNamespace(tokenizer_and_start_id=lambda: (symbol_tokenizer([MQAR()]), 0))
     monkeypatch.setattr("lm.evaluation.generation.load", lambda *arguments: model)
     with pytest.raises(
         ConfigError, match="--prompt = 'hello': the model has no token for it; its tokens are such as `0 1 2`"

@@ -54,15 +54,15 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
     }
     assert first.keys() == second.keys() == keys | {"step", "time"}
     assert {key: environment[key] for key in keys} == {key: second[key] for key in keys}
-    assert record.start_setting(environment, "precision") == "32, from step 4 bf16-mixed"
-    assert record.start_setting(environment, "max_steps") == "4, from step 4 8"
+    assert record.recorded_setting(environment, "precision") == "32, from step 4 bf16-mixed"
+    assert record.recorded_setting(environment, "max_steps") == "4, from step 4 8"
 
 
 def test_what_was_dropped_by_going_back_does_not_count():
     environment = {"starts": [start(0), start(6, "bf16-mixed"), start(4), start(4, compiled=True)]}
     assert [start_record["step"] for start_record in record.run_starts(environment)] == [0, 4]
-    assert record.start_setting(environment, "precision") == "32"
-    assert record.start_setting(environment, "compile") == "false, from step 4 true"
+    assert record.recorded_setting(environment, "precision") == "32"
+    assert record.recorded_setting(environment, "compile") == "false, from step 4 true"
 
 
 def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import lm
 from lm.errors import RunError
-from lm.runs.manifest import MANIFEST, entries_of, read_file, truncate_manifest, write_files
+from lm.runs.manifest import MANIFEST, read_entries, read_file, truncate_manifest, write_files
 from lm.runs.record import read_run
 from lm.training.train import train
 
@@ -59,7 +59,7 @@ def test_two_processes_that_write_at_a_time_lose_no_line(tmp_path: Path):
         subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name], cwd=ROOT) for name in ("training", "eval")
     ]
     assert [process.wait() for process in processes] == [0, 0]
-    names = {line["file"] for line in entries_of(tmp_path)}
+    names = {line["file"] for line in read_entries(tmp_path)}
     assert names == {f"{name}-{number}" for name in ("training", "eval") for number in range(50)}
 
 
@@ -78,10 +78,10 @@ def test_a_resume_drops_the_lines_of_later_steps(tmp_path: Path):
     for step in (0, 2, 4):
         write_files(tmp_path, {f"step-{step}": b"x"}, step=step)
     truncate_manifest(tmp_path, 2)
-    assert [line["step"] for line in entries_of(tmp_path)] == [0, 2]
-    assert [line["file"] for line in entries_of(tmp_path, "step-2")] == ["step-2"]
+    assert [line["step"] for line in read_entries(tmp_path)] == [0, 2]
+    assert [line["file"] for line in read_entries(tmp_path, "step-2")] == ["step-2"]
     truncate_manifest(tmp_path, 0)
-    assert entries_of(tmp_path) == []
+    assert read_entries(tmp_path) == []
 
 
 def test_a_run_folder_that_is_copied_moved_or_linked_whole_is_read_as_before(tiny, tmp_path: Path):

@@ -16,7 +16,7 @@ from lm.report.comparison_pictures import LOSSES, curves_picture, drawn_runs
 from lm.report.comparison_tables import run_facts
 from lm.report.html import write_comparison
 from lm.runs.evaluations import load_evaluation
-from lm.runs.folder import PEAK_MEMORY, highest_logged
+from lm.runs.folder import PEAK_MEMORY_KEY, highest_logged
 from lm.runs.record import read_run
 from lm.training.train import train
 
@@ -75,13 +75,13 @@ def test_a_run_without_evaluations_and_log_is_reported(tmp_path, kept):
 
 
 def test_training_time_is_over_all_starts():
-    lines = [{"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY: 10 - step} for step in (2, 4, 6)] + [
+    lines = [{"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY_KEY: 10 - step} for step in (2, 4, 6)] + [
         {"step": 6, "val/loss": 4.0}
     ]
     assert (
         highest_logged(lines, "elapsed_s"),
-        highest_logged(lines, PEAK_MEMORY),
-        highest_logged([], PEAK_MEMORY),
+        highest_logged(lines, PEAK_MEMORY_KEY),
+        highest_logged([], PEAK_MEMORY_KEY),
     ) == (9.0, 8, None)
 
 

@@ -25,7 +25,7 @@ from lm.evaluation.measurement import Measurement
 from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import Device
-from lm.runs.evaluations import evaluation_path, measuring_code
+from lm.runs.evaluations import evaluation_path, measuring_code_digest
 from lm.runs.folder import CONFIG, DIVERGED_KEY, METRICS
 from lm.runs.manifest import MANIFEST
 from lm.runs.record import read_run
@@ -255,6 +255,6 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
     device = Device(torch.device("cpu"), False)
     evaluation = replace(make_evaluation(EMPTY_FRAME, "long_context", weights="w"), **probe.result_inputs("w", device))
     probe.write(tmp_path, evaluation)
-    assert probe.cached_result(tmp_path, "w", device, 8).code == {"lm": measuring_code()}
-    monkeypatch.setattr("lm.evaluation.measurement.measuring_code", lambda: "other")
+    assert probe.cached_result(tmp_path, "w", device, 8).code == {"lm": measuring_code_digest()}
+    monkeypatch.setattr("lm.evaluation.measurement.measuring_code_digest", lambda: "other")
     assert probe.cached_result(tmp_path, "w", device, 8) is None

@@ -12,7 +12,7 @@ from lm.evaluation.measurement import metric_rows, sampling_unit_frame
 from lm.report.comparison import reporting_rows, rows_at_places
 from lm.report.frame import evaluation_block, frame
 from lm.runs.evaluations import (
-    LOSS,
+    VAL_LOSS,
     Axis,
     Metric,
     evaluation_rows,
@@ -55,7 +55,7 @@ def by_length(options: str = "", setting: str = "") -> pd.DataFrame:
 def test_a_file_and_back_is_the_same(made: Callable[[], pd.DataFrame], tmp_path: Path):
     path = write_evaluation(tmp_path, make_evaluation(made()))
     again = load_evaluation(path)
-    assert again.content() == path.read_bytes()
+    assert again.file_content() == path.read_bytes()
     numbers = ["x", "until", "sample", "group", "weight", "value"]
     np.testing.assert_array_equal(again.frame[numbers].astype(float), made()[numbers].astype(float))
     assert pd.read_csv(path, skiprows=1)["value"].tolist() == pytest.approx(made()["value"].tolist(), nan_ok=True)
@@ -112,7 +112,7 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
 @pytest.mark.parametrize("part", ["selects", "reports", ""])
 def test_where_a_part_is_empty_all_sequences_choose_the_best_checkpoint(part: str):
     units = sampling_unit_frame("abc", np.arange(3)).assign(part=part)
-    loss = metric_rows(Metric(LOSS, quantity=LOSS, units="documents"), np.array([[1.0], [2.0], [6.0]]), units)
+    loss = metric_rows(Metric(VAL_LOSS, quantity=VAL_LOSS, units="documents"), np.array([[1.0], [2.0], [6.0]]), units)
     assert selection_loss(make_evaluation(loss))[0] == 3
 
 

@@ -22,7 +22,7 @@ from lm.evaluation.swap import swap_run
 from lm.files import read_json
 from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
-from lm.runs.manifest import MANIFEST, entries_of
+from lm.runs.manifest import MANIFEST, read_entries
 from lm.training.step_callbacks import Checkpoints
 from lm.training.train import train
 
@@ -203,7 +203,7 @@ def test_weights_that_are_not_finite_are_neither_written_nor_read(run: Path, use
 
 def test_the_weights_of_a_checkpoint_in_the_manifest_are_those_of_its_evaluations(run: Path):
     (result,) = evaluate_runs([run])
-    lines = [line for line in entries_of(run) if line["file"] == "checkpoints/step-000004.ckpt"]
+    lines = [line for line in read_entries(run) if line["file"] == "checkpoints/step-000004.ckpt"]
     assert [line["weights"] for line in lines] == [result.evaluation.weights_sha256]
 
 
@@ -313,7 +313,7 @@ def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFix
         file.write_text(damage(file.read_text()))
         (result,) = evaluate_runs([run], overrides=["eval.sequences=5"])
         assert not result.is_cached
-        assert result.evaluation.content() == first.evaluation.content()
+        assert result.evaluation.file_content() == first.evaluation.file_content()
         assert re.search(
             r"note: .*validation\.step-\d+\.csv: not as it was written: measured again", capsys.readouterr().err
         )

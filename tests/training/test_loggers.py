@@ -20,7 +20,7 @@ from lm.config.training_config import LogConfig
 from lm.config.tree import Config
 from lm.errors import RunError
 from lm.files import read_json
-from lm.runs.folder import ENVIRONMENT, PEAK_MEMORY, read_metrics
+from lm.runs.folder import ENVIRONMENT, PEAK_MEMORY_KEY, read_metrics
 from lm.training.train import train
 from lm.training.wandb_runs import send_report, wandb_mode
 
@@ -185,7 +185,7 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     for line in lines:
         sent_values = {name: logged[line["step"], name] for name in line if name != "step"}
         # an evaluation's, which may be more, takes its place at the same step
-        assert line.pop(PEAK_MEMORY) <= sent_values.pop(PEAK_MEMORY)
+        assert line.pop(PEAK_MEMORY_KEY) <= sent_values.pop(PEAK_MEMORY_KEY)
         assert line == {"step": line["step"]} | sent_values
     names = {name for _, name in logged}
     assert {"normalizer/s/layer0/head0", "normalizer/s/layer1/head1", "val/loss"} <= names
