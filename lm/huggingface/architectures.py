@@ -18,9 +18,9 @@ from lm.config.model_config import LearnedPosition, ModelConfig, Rope
 from lm.config.normalizers import LayerList
 from lm.huggingface.fields import (
     IRRELEVANT_FIELDS,
-    ORIGINAL_LENGTH,
+    ORIGINAL_LENGTH_FIELD,
     REQUIRED_VALUES,
-    Fields,
+    ConfigFields,
     read_partial_rope,
     read_rope,
     write_rope,
@@ -76,7 +76,7 @@ class Architecture(ABC):
     interleaves_heads = False  # whether one tensor holds queries, keys and values head by head
     heads_divide_width = False  # whether transformers requires a width divisible by the number of heads
 
-    def read(self, fields: Fields) -> ModelSpec:
+    def read_model_spec(self, fields: ConfigFields) -> ModelSpec:
         """Return the model's spec (shape, vocabulary, training length) that the fields of a config.json describe.
 
         Its `end_of_text` and `end_tokens` keep lm's defaults, as the tokenizer decides them. Raises RunError: a field
@@ -86,41 +86,41 @@ class Architecture(ABC):
         fields.require_value("architectures", allowed, f"only {' and '.join(self.class_names)} are read")
         for name, (value, reason) in REQUIRED_VALUES.items():
             fields.require_value(name, (value,), reason)
-        spec = self.read_spec(fields)
+        spec = self.read_own_fields(fields)
         fields.check_all_used(IRRELEVANT_FIELDS)
         return spec
 
-    def read_spec(self, fields: Fields) -> ModelSpec:
+    def read_own_fields(self, fields: ConfigFields) -> ModelSpec:
         """Return the spec that this architecture's own fields describe, and mark these fields as used.
 
-        `read` checks the fields that all architectures share.
+        `read_model_spec` checks the fields that all architectures share.
         """
-        values: PlainDict = {}
+        option_values: PlainDict = {}
         for name, option in self.option_by_field.items():
             default = self.option_defaults[option]
             if isinstance(default, bool):
-                values[option] = fields.take(name, bool, default)
+                option_values[option] = fields.take(name, bool, default)
             elif isinstance(default, float):
-                values[option] = fields.positive_number(name, default)
+                option_values[option] = fields.positive_number(name, default)
             else:
-                values[option] = fields.positive_integer(
+                option_values[option] = fields.positive_integer(
                     name, default, MAX_LAYERS if option == "n_layer" else MAX_DIMENSION
                 )
-        options = {name: value for name, value in values.items() if name not in ("vocab_size", "seq_len")}
-        model = ModelConfig(**options, **self.fixed_options, **self.converted_options(fields, values))
-        return ModelSpec(model, values["vocab_size"], values["seq_len"])
+        options = {name: value for name, value in option_values.items() if name not in ("vocab_size", "seq_len")}
+        model = ModelConfig(**options, **self.fixed_options, **self.converted_options(fields, option_values))
+        return ModelSpec(model, option_values["vocab_size"], option_values["seq_len"])
 
     @abstractmethod
-    def converted_options(self, fields: Fields, values: PlainDict) -> dict[str, object]:
+    def converted_options(self, fields: ConfigFields, option_values: PlainDict) -> dict[str, object]:
         """Return lm's model options, {name: value}, that follow from several fields or need a conversion.
 
-        values: the options that single fields give, read already.
+        option_values: the options that single fields give, read already.
         """
 
-    def write(self, spec: ModelSpec) -> PlainDict:
+    def config_fields(self, spec: ModelSpec) -> PlainDict:
         """Return the config.json fields that describe `spec` as closely as this architecture can.
 
-        If it can't describe the spec exactly, `read` returns a different spec for these fields.
+        If it can't describe the spec exactly, `read_model_spec` returns a different spec for these fields.
         """
         values = {**vars(spec.model), "n_mlp": spec.model.mlp_width, **vars(spec)}
         return {
@@ -181,13 +181,13 @@ class GPT2(Architecture):
     }  # fmt: skip
     fixed_options: ClassVar[PlainDict] = {"norm": "layer", "bias": True}
 
-    def converted_options(self, fields: Fields, values: PlainDict) -> dict[str, object]:
-        n_positions = values["seq_len"]
+    def converted_options(self, fields: ConfigFields, option_values: PlainDict) -> dict[str, object]:
+        n_positions = option_values["seq_len"]
         fields.require_value("n_ctx", (n_positions,), f"is not n_positions = {n_positions}")
         for name, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
             fields.require_value(name, (value,), f"only {str(value).lower()} is read")
         activation = _read_activation(fields, "activation_function", "gelu_new")
-        n_mlp = fields.positive_integer("n_inner", 4 * values["n_embd"])
+        n_mlp = fields.positive_integer("n_inner", 4 * option_values["n_embd"])
         return {"n_mlp": n_mlp, "mlp": activation, "position": LearnedPosition(), "normalizer": Softmax()}
 
     def converted_fields(self, model: ModelConfig) -> PlainDict:
@@ -221,14 +221,14 @@ class Llama(Architecture):
         1e-6, "tied": False,
     }  # fmt: skip
     fixed_options: ClassVar[PlainDict] = {"mlp": "swiglu", "norm": "rms"}
-    head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
-    bias_fields: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # other biases are absent
+    default_head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
+    bias_field_names: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # other biases are absent
 
-    def converted_options(self, fields: Fields, values: PlainDict) -> dict[str, object]:
+    def converted_options(self, fields: ConfigFields, option_values: PlainDict) -> dict[str, object]:
         width, n_heads, head_size = (
-            values["n_embd"],
-            values["n_head"],
-            fields.positive_integer("head_dim", self.head_dim),
+            option_values["n_embd"],
+            option_values["n_head"],
+            fields.positive_integer("head_dim", self.default_head_dim),
         )
         fields.require_value("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
         if head_size is None and width % n_heads:
@@ -237,20 +237,21 @@ class Llama(Architecture):
             )
         kv_heads = fields.positive_integer("num_key_value_heads", None)
         bias, mlp_bias = (
-            name in self.bias_fields and fields.take(name, bool, False) for name in ("attention_bias", "mlp_bias")
+            name in self.bias_field_names and fields.take(name, bool, False) for name in ("attention_bias", "mlp_bias")
         )
         return {
             "n_kv_head": None if kv_heads == n_heads else kv_heads,
             "head_size": None if head_size and head_size * n_heads == width else head_size,
-            "position": self.rope_options(fields, values), "normalizer": self.normalizer_options(fields, values),
+            "position": self.rope_options(fields, option_values),
+            "normalizer": self.normalizer_options(fields, option_values),
             "bias": bias, "mlp_bias": mlp_bias if mlp_bias != bias else None,
         }  # fmt: skip
 
-    def rope_options(self, fields: Fields, values: PlainDict) -> Rope:
+    def rope_options(self, fields: ConfigFields, option_values: PlainDict) -> Rope:
         """Return the options of RoPE."""
-        return read_rope(fields, values["seq_len"])
+        return read_rope(fields, option_values["seq_len"])
 
-    def normalizer_options(self, fields: Fields, values: PlainDict) -> Options:
+    def normalizer_options(self, fields: ConfigFields, option_values: PlainDict) -> Options:
         """Return the options of the normalizer: softmax, unless a subclass has sliding windows or scales queries."""
         return Softmax()
 
@@ -258,7 +259,7 @@ class Llama(Architecture):
         biases = {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
         return {
             "num_key_value_heads": model.kv_heads, "head_dim": model.key_dims, "hidden_act": "silu",
-            "attention_dropout": 0.0, **{name: biases[name] for name in self.bias_fields},
+            "attention_dropout": 0.0, **{name: biases[name] for name in self.bias_field_names},
             "rope_parameters": write_rope(model.position) if model.position.rotates else {"rope_type": "default"},
         }  # fmt: skip
 
@@ -268,15 +269,15 @@ class Qwen2(Llama):
 
     model_type = "qwen2"
     class_names = ("Qwen2ForCausalLM", "Qwen2Model")
-    heads_divide_width, bias_fields = False, ()
+    heads_divide_width, bias_field_names = False, ()
     option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 151936, "seq_len": 32768, "n_mlp": 22016,
     }  # fmt: skip
     fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qkv_bias": True}
 
-    def normalizer_options(self, fields: Fields, values: PlainDict) -> Options:
+    def normalizer_options(self, fields: ConfigFields, option_values: PlainDict) -> Options:
         first_layer = fields.take("max_window_layers", int, 28)
-        return _read_windows(fields, [layer >= first_layer for layer in range(values["n_layer"])])
+        return _read_window_options(fields, [layer >= first_layer for layer in range(option_values["n_layer"])])
 
     def converted_fields(self, model: ModelConfig) -> PlainDict:
         return super().converted_fields(model) | _write_windows(model)
@@ -287,7 +288,7 @@ class Qwen3(Qwen2):
 
     model_type = "qwen3"
     class_names = ("Qwen3ForCausalLM", "Qwen3Model")
-    head_dim, bias_fields = 128, ("attention_bias",)
+    default_head_dim, bias_field_names = 128, ("attention_bias",)
     fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qk_norm": True}
 
 
@@ -300,21 +301,21 @@ class SmolLM3(Llama):
         "vocab_size": 128256, "seq_len": 32768, "n_embd": 2048, "n_layer": 36, "n_head": 16, "tied": True,
     }  # fmt: skip
 
-    def rope_options(self, fields: Fields, values: PlainDict) -> Rope:
-        layers = self.layers_with_rope(fields, values)
-        rope = read_rope(fields, values["seq_len"], 2e6)
+    def rope_options(self, fields: ConfigFields, option_values: PlainDict) -> Rope:
+        layers = self.has_rope_by_layer(fields, option_values)
+        rope = read_rope(fields, option_values["seq_len"], 2e6)
         if not any(layers):
             raise fields.refusal("no_rope_layers", "no layer has positions")
         return replace(rope, layers=[] if all(layers) else layers)
 
-    def layers_with_rope(self, fields: Fields, values: PlainDict) -> list[bool]:
+    def has_rope_by_layer(self, fields: ConfigFields, option_values: PlainDict) -> list[bool]:
         """Return for each layer whether it has rotary positions."""
-        interval, n_layers = fields.positive_integer("no_rope_layer_interval", 4), values["n_layer"]
+        interval, n_layers = fields.positive_integer("no_rope_layer_interval", 4), option_values["n_layer"]
         default = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
         return [bool(rotates) for rotates in fields.take("no_rope_layers", list[int], default)[:n_layers]]
 
-    def normalizer_options(self, fields: Fields, values: PlainDict) -> Options:
-        return _read_windows(fields, [not rotates for rotates in self.layers_with_rope(fields, values)])
+    def normalizer_options(self, fields: ConfigFields, option_values: PlainDict) -> Options:
+        return _read_window_options(fields, [not rotates for rotates in self.has_rope_by_layer(fields, option_values)])
 
     def converted_fields(self, model: ModelConfig) -> PlainDict:
         layers = [int(model.position.rotates_in(layer)) for layer in range(model.n_layer)]
@@ -326,26 +327,31 @@ class Ministral3(Llama):
 
     model_type = "ministral3"
     class_names = ("Ministral3ForCausalLM", "Ministral3Model")
-    head_dim, bias_fields = 128, ()
+    default_head_dim, bias_field_names = 128, ()
     option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 131072, "seq_len": 262144, "n_mlp": 14336, "n_layer": 34, "norm_eps": 1e-5,
     }  # fmt: skip
-    GROWTH_FIELD: ClassVar[str] = "llama_4_scaling_beta"
+    QUERY_GROWTH_FIELD: ClassVar[str] = "llama_4_scaling_beta"
 
-    def rope_options(self, fields: Fields, values: PlainDict) -> Rope:
-        return read_rope(fields, values["seq_len"], other_names=(self.GROWTH_FIELD, "max_position_embeddings"))
+    def rope_options(self, fields: ConfigFields, option_values: PlainDict) -> Rope:
+        return read_rope(
+            fields, option_values["seq_len"], names_read_elsewhere=(self.QUERY_GROWTH_FIELD, "max_position_embeddings")
+        )
 
-    def normalizer_options(self, fields: Fields, values: PlainDict) -> Options:
+    def normalizer_options(self, fields: ConfigFields, option_values: PlainDict) -> Options:
         fields.require_value("sliding_window", (), "layers with windows are not read here")
         if (rope_fields := fields.nested_fields("rope_parameters")) is None:
             raise fields.refusal("rope_parameters", "must say how the factor on queries grows")
-        growth, length = rope_fields.take(self.GROWTH_FIELD, float), rope_fields.positive_integer(ORIGINAL_LENGTH)
+        growth, length = (
+            rope_fields.take(self.QUERY_GROWTH_FIELD, float),
+            rope_fields.positive_integer(ORIGINAL_LENGTH_FIELD),
+        )
         return Llama4(floor_scale=float(length), attn_scale=growth, offset=0)
 
     def converted_fields(self, model: ModelConfig) -> PlainDict:
         fields, options = super().converted_fields(model), model.normalizer.options_of_layer(0)
-        growth = {self.GROWTH_FIELD: getattr(options, "attn_scale", 0.0)}
-        length = {ORIGINAL_LENGTH: int(getattr(options, "floor_scale", 1))}
+        growth = {self.QUERY_GROWTH_FIELD: getattr(options, "attn_scale", 0.0)}
+        length = {ORIGINAL_LENGTH_FIELD: int(getattr(options, "floor_scale", 1))}
         return {**fields, "rope_parameters": {**length, **fields["rope_parameters"], **growth}}
 
 
@@ -357,7 +363,7 @@ class OLMo2(Llama):
     module_names: ClassVar[dict[str, str]] = Llama.module_names | {
         "attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm",
     }  # fmt: skip
-    bias_fields = ("attention_bias",)
+    bias_field_names = ("attention_bias",)
     option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 50304, "norm_eps": 1e-5,
     }  # fmt: skip
@@ -388,7 +394,7 @@ class GPTNeoX(Architecture):
     }  # fmt: skip
     fixed_options: ClassVar[PlainDict] = {"norm": "layer", "bias": True}
 
-    def converted_options(self, fields: Fields, values: PlainDict) -> dict[str, object]:
+    def converted_options(self, fields: ConfigFields, option_values: PlainDict) -> dict[str, object]:
         fields.require_value("attention_bias", (True,), "only layers with biases are read")
         activation = _read_activation(fields, "hidden_act", "gelu")
         return {"mlp": activation, "position": read_partial_rope(fields), "normalizer": Softmax()}
@@ -404,7 +410,7 @@ class GPTNeoX(Architecture):
         }  # fmt: skip
 
 
-def _read_activation(fields: Fields, name: str, default: str) -> str:
+def _read_activation(fields: ConfigFields, name: str, default: str) -> str:
     """Return lm's name for the MLP's activation. Raises RunError: lm does not have this activation."""
     if (activation := fields.take(name, str, default)) not in ACTIVATIONS:
         raise fields.refusal(name, f"only {', '.join(ACTIVATIONS)} are read")
@@ -416,16 +422,19 @@ def _write_activation(model: ModelConfig) -> str:
     return next((name for name, mlp in ACTIVATIONS.items() if mlp == model.mlp), "gelu")
 
 
-def _read_windows(fields: Fields, layers: list[bool]) -> Options:
+def _read_window_options(fields: ConfigFields, has_window_by_default: list[bool]) -> Options:
     """Return the normalizer's options: softmax, over a sliding window in the layers for which config.json says so.
 
-    layers: for each layer, whether it has a window if the field `layer_types` is absent. Raises RunError: a field has a
-    value that lm can't use.
+    has_window_by_default: for each layer, whether it has a window if the field `layer_types` is absent.
+
+    Raises RunError: a field has a value that lm can't use.
     """
-    has_windows, n_layers = fields.take("use_sliding_window", bool, False), len(layers)
+    has_windows, n_layers = fields.take("use_sliding_window", bool, False), len(has_window_by_default)
     if (size := fields.positive_integer("sliding_window", None)) is None and has_windows:
         raise fields.refusal("sliding_window", "must be a size, as use_sliding_window is true")
-    default_layer_types = [SLIDING_ATTENTION if has_windows and windowed else FULL_ATTENTION for windowed in layers]
+    default_layer_types = [
+        SLIDING_ATTENTION if has_windows and windowed else FULL_ATTENTION for windowed in has_window_by_default
+    ]
     layer_types = fields.take("layer_types", list[str], default_layer_types)
     if len(layer_types) != n_layers or not {*layer_types} <= {FULL_ATTENTION, SLIDING_ATTENTION}:
         raise fields.refusal(

@@ -40,7 +40,7 @@ TRAIN_LENGTH_FIELD = "lm_train_length"  # field of the configuration that holds 
 # attribute of an attention module that holds its normalizer, and field of the configuration that holds its options
 NORMALIZER_ATTRIBUTE = "lm_normalizer"
 # attribute of an attention module: a list to which each call adds queries, keys and values of all heads
-RECORD_ATTRIBUTE = "lm_record"
+QKV_RECORD_ATTRIBUTE = "lm_record"
 # arguments of attention functions that change what is computed
 REFUSED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 # weights depend on absolute positions even with RoPE; those of linear don't with `features: identity`
@@ -165,11 +165,11 @@ def _train_length(config: PreTrainedConfig) -> int:
 
 
 @cache
-def _shared_normalizer(options: str, *sizes: int) -> Normalizer:
-    """Return the normalizer of all layers without parameters of their own. `options` is JSON; `sizes` are those of
-    `make_module`.
+def _parameterless_normalizer(options_json: str, *sizes: int) -> Normalizer:
+    """Return the normalizer of all layers without parameters of their own. `options_json` holds its options;
+    `sizes` are those of `make_module`.
     """
-    return functional.make_module(json.loads(options), *sizes)
+    return functional.make_module(json.loads(options_json), *sizes)
 
 
 def _read_saved_parameters(model: PreTrainedModel) -> None:
@@ -210,7 +210,7 @@ def _attention_function(
             f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it"
         )
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
-    if (record := getattr(module, RECORD_ATTRIBUTE, None)) is not None:
+    if (record := getattr(module, QKV_RECORD_ATTRIBUTE, None)) is not None:
         record.append((query * factor, *(x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))))
     if kwargs.get("sliding_window") is not None:
         arguments = {"scaling": scaling, "dropout": dropout, "position_ids": position_ids, **kwargs}
@@ -223,7 +223,7 @@ def _attention_function(
     normalizer, config = getattr(module, NORMALIZER_ATTRIBUTE, None), module.config
     if normalizer is None:
         sizes = query.size(1), query.size(-1), _train_length(config)
-        normalizer = _shared_normalizer(json.dumps(options, sort_keys=True), *sizes)
+        normalizer = _parameterless_normalizer(json.dumps(options, sort_keys=True), *sizes)
         if next(normalizer.parameters(), None) is not None:
             raise ValueError(
                 f"{config._attn_implementation} has learned parameters: call "

@@ -20,7 +20,7 @@ from lm.errors import RunError
 from lm.files import new_folder, write_together
 from lm.huggingface.architectures import ARCHITECTURES, HEAD_TENSOR, Architecture
 from lm.huggingface.exported_code import code_files
-from lm.huggingface.fields import Fields
+from lm.huggingface.fields import ConfigFields
 from lm.huggingface.importing import CONFIG_FILE, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import frequencies
 from lm.model.spec import ModelSpec
@@ -36,23 +36,23 @@ QWEN2_WORD_PATTERN = (  # pattern by which Qwen 2 cuts text into words
 )
 
 
-def model_card(loaded_model: LoadedModel, kind: str) -> str:
+def model_card(loaded_model: LoadedModel, model_type: str) -> str:
     """Return a model card in Markdown, with the header that the Hugging Face hub reads.
 
-    It says what the model is, where its weights come from, and which configuration trained them. kind: `model_type` of
-    the exported model.
+    It says what the model is, where its weights come from, and which configuration trained them. model_type: that of
+    the exported model, as transformers names it.
     """
     spec, model, config = loaded_model.spec, loaded_model.spec.model, loaded_model.config
     label, step = model.normalizer.label(), loaded_model.training_facts.get("step")
     texts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
         f"# {loaded_model.folder.resolve().name}",
-        f"{kind}: {model.n_layer} layers of width {model.n_embd}, {model.position.label}, attention {label}.",
+        f"{model_type}: {model.n_layer} layers of width {model.n_embd}, {model.position.label}, attention {label}.",
         f"Trained on sequences of {spec.seq_len:,} tokens.",
     ]
     if loaded_model.tokenizer is not None:
         texts.append(f"Documents start with `{spec.end_of_text}`, which the tokenizer puts before a text.")
-    if kind == LM_MODEL_TYPE:
+    if model_type == LM_MODEL_TYPE:
         call = "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
         texts.append(f"Its code is `modeling_lm.py` and lm's modules in this folder: {call}.")
     if origin := ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded_model.origin.items()):
@@ -82,18 +82,18 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     """
     loaded_model = load(source, checkpoint)
     try:
-        architecture, config, tensors = export_contents(loaded_model)
+        architecture, config, tensors = export_config_and_tensors(loaded_model)
     except RunError as error:
         raise RunError(f"{source}: {error}; without --format hf it is exported for lm") from None
     with new_folder(target) as folder:
-        files = {CONFIG_FILE: _json(config), "README.md": model_card(loaded_model, config["model_type"])}
+        files = {CONFIG_FILE: _json_text(config), "README.md": model_card(loaded_model, config["model_type"])}
         if architecture is None:
             normalizers = loaded_model.decoder.normalizers()
             files |= code_files({normalizer.options.name: type(normalizer) for normalizer in normalizers})
         if loaded_model.tokenizer is not None:
             tokenizer_text = (loaded_model.folder / TOKENIZER).read_text(encoding="utf-8")
             files[TOKENIZER] = add_start_token(tokenizer_text, loaded_model.spec.end_of_text)
-            files[TOKENIZER_CONFIG] = _json(_tokenizer_config(loaded_model.spec))
+            files[TOKENIZER_CONFIG] = _json_text(_tokenizer_config(loaded_model.spec))
         # copies: safetensors refuses views, and what layers share
         weights = {name: value.float().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
         contents = {name: content.encode() for name, content in files.items()}
@@ -102,7 +102,9 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     return target
 
 
-def export_contents(loaded_model: LoadedModel) -> tuple[Architecture | None, dict[str, Plain], dict[str, Tensor]]:
+def export_config_and_tensors(
+    loaded_model: LoadedModel,
+) -> tuple[Architecture | None, dict[str, Plain], dict[str, Tensor]]:
     """Return the architecture, the config.json fields and the tensors of a model's export.
 
     The architecture is None if no architecture of transformers computes the model; modeling_lm.py does then. Tensors
@@ -124,14 +126,14 @@ def transformers_model(loaded_model: LoadedModel) -> tuple["PreTrainedModel", "P
 
     The model is on the decoder's device, and shares the decoder's tensors where their layout is the same.
 
-    Raises RunError: as `export_contents` does, or the model has no tokenizer.
+    Raises RunError: as `export_config_and_tensors` does, or the model has no tokenizer.
     """
     import transformers
 
     from lm.huggingface.modeling_lm import LmForCausalLM
 
     tokenizer, _ = loaded_model.tokenizer_and_start_id()
-    architecture, config, tensors = export_contents(loaded_model)
+    architecture, config, tensors = export_config_and_tensors(loaded_model)
     model_class = getattr(transformers, architecture.class_names[0]) if architecture else LmForCausalLM
     model = model_class.from_pretrained(None, config=model_class.config_class.from_dict(config), state_dict=tensors)
     start_tokenizer = parse_tokenizer(
@@ -143,7 +145,7 @@ def transformers_model(loaded_model: LoadedModel) -> tuple["PreTrainedModel", "P
     return model.to(loaded_model.decoder.embedding.weight.device), fast_tokenizer
 
 
-def _json(content: dict[str, Plain]) -> str:
+def _json_text(content: dict[str, Plain]) -> str:
     """Return a dict as the text of a JSON file."""
     return json.dumps(content, indent=2) + "\n"
 
@@ -155,9 +157,9 @@ def _matching_architecture(loaded_model: LoadedModel) -> tuple[Architecture, dic
     """
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
-        config = architecture.write(spec)
+        config = architecture.config_fields(spec)
         try:
-            model_read_back = architecture.read(Fields(config, loaded_model.path)).model
+            model_read_back = architecture.read_model_spec(ConfigFields(config, loaded_model.path)).model
         except RunError:  # it has no field for a part of the model
             continue
         matches_model = model_function_options(model_read_back) == model_function_options(spec.model)
@@ -222,13 +224,13 @@ def _token_id_fields(loaded_model: LoadedModel) -> dict[str, Plain]:
     return {"bos_token_id": start_id, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0], "pad_token_id": None}
 
 
-def add_start_token(content: str, end_of_text: str) -> str:
-    """Return tokenizer.json's `content`, changed so that encoding puts the token `end_of_text` before a text or pair of
+def add_start_token(tokenizer_json: str, end_of_text: str) -> str:
+    """Return the text `tokenizer_json`, changed so that encoding puts the token `end_of_text` before a text or pair of
     texts.
 
     Encoding adds no other special token.
     """
-    tokenizer = parse_tokenizer(content, end_of_text)
+    tokenizer = parse_tokenizer(tokenizer_json, end_of_text)
     start_piece = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
     text_pieces = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     # Not by the class TemplateProcessing, in whose templates spaces, colons and dollars of a token would have another
@@ -265,12 +267,12 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_lm.LmForCausalLM",
 }
 # options of lm's models that config.json has by their names
-MODEL_FIELDS = (
+COPIED_OPTION_NAMES = (
     "n_layer", "n_head", "kv_heads", "n_embd", "key_dims", "value_dims", "mlp", "mlp_width", "norm", "norm_eps",
     "bias", "has_qkv_bias", "has_mlp_bias", "qk_norm", "post_norm", "parallel", "embedding_norm", "value_residual",
     "output_gate", "gate_inputs", "exclusive", "differential", "dropout", "logit_softcap",
 )  # fmt: skip
-LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
+FIXED_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
 
 
 def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
@@ -287,7 +289,7 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         radians = frequencies(model.key_dims, rope, NO_SCALING, spec.seq_len, spec.seq_len).tolist()
         rope_fields = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude}
     return {
-        **LM_CONFIG_FIELDS, **{name: getattr(model, name) for name in MODEL_FIELDS}, **rope_fields,
+        **FIXED_CONFIG_FIELDS, **{name: getattr(model, name) for name in COPIED_OPTION_NAMES}, **rope_fields,
         "vocab_size": spec.vocab_size, "seq_len": spec.seq_len, "block": model.block.name,
         "rope_layers": [rope.rotates_in(layer) for layer in range(model.n_layer)],
         "learned_positions": rope.has_length_limit, "tie_word_embeddings": model.tied,

@@ -15,7 +15,7 @@ from lm.plain import Plain, convert, type_name
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
 # About the file; what a forward pass returns or keeps; training and other heads; tokens, which the tokenizer knows (the
 # one that starts a document is chosen when it is read); defaults of generation, which older files keep here.
-_IRRELEVANT_NAMES = """
+_IRRELEVANT_FIELDS_TEXT = """
 model_type transformers_version _name_or_path _model_name_or_path _commit_hash name_or_path unsloth_fixed
 unsloth_version torch_dtype dtype is_llama_config transformers.js_config _attn_implementation
 _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled use_flash_attn
@@ -33,7 +33,7 @@ top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_n
 bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
 remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
-IRRELEVANT_FIELDS = frozenset(_IRRELEVANT_NAMES.split())
+IRRELEVANT_FIELDS = frozenset(_IRRELEVANT_FIELDS_TEXT.split())
 # Fields of every architecture that may only have this value, and why.
 REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
     "auto_map": (None, "names code in the folder, which is never executed"),
@@ -47,30 +47,30 @@ REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
 }
 
 
-class Fields:
+class ConfigFields:
     """This class holds the fields of a configuration file, and remembers which of them were used.
 
     Args:
-        plain: content of the file.
+        values: the fields' values, by name.
         path: path that errors name.
     """
 
-    def __init__(self, plain: dict[str, Plain], path: Path):
-        self.path, self._plain, self._used = path, plain, set()
+    def __init__(self, values: dict[str, Plain], path: Path):
+        self.path, self._values, self._used_names = path, values, set()
 
-    def take(self, name: str, kind: type, default: Plain = MISSING) -> Plain:
+    def take(self, name: str, value_type: type, default: Plain = MISSING) -> Plain:
         """Return a field's value, or `default` if it is null or absent, and mark the field as used.
 
-        Raises RunError: the value has another type than `kind`, or is missing and there is no default.
+        Raises RunError: the value has another type than `value_type`, or is missing and there is no default.
         """
-        self._used.add(name)
-        value = self._plain.get(name)
+        self._used_names.add(name)
+        value = self._values.get(name)
         if value is None and default is not MISSING:
             return default
-        result = convert(kind, value)
+        result = convert(value_type, value)
         if result is MISSING:
-            text = abbreviate(value_text(value), 60) if name in self._plain else "missing"
-            raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
+            text = abbreviate(value_text(value), 60) if name in self._values else "missing"
+            raise RunError(f"{self.path}: {name} must be {type_name(value_type)}, not {text}")
         return result
 
     def positive_integer(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
@@ -93,30 +93,30 @@ class Fields:
             raise self.refusal(name, "must be above 0")
         return number
 
-    def nested_fields(self, name: str) -> "Fields | None":
+    def nested_fields(self, name: str) -> "ConfigFields | None":
         """Return the fields nested in the field `name`; None if it is null or absent. Raises RunError: its value holds
         no fields.
         """
-        self._used.add(name)
-        value = self._plain.get(name)
+        self._used_names.add(name)
+        value = self._values.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.refusal(name, "must hold fields")
-        return Fields(value, Path(f"{self.path}: {name}"))
+        return ConfigFields(value, Path(f"{self.path}: {name}"))
 
     def require_value(self, name: str, allowed_values: tuple[Plain, ...], reason: str) -> None:
         """Check that a field is absent, null or one of `allowed_values`, and mark it as used. Raises RunError with
         `reason` if not.
         """
-        self._used.add(name)
-        value = self._plain.get(name)
+        self._used_names.add(name)
+        value = self._values.get(name)
         if value is not None and value not in allowed_values:
             raise self.refusal(name, reason)
 
     def refusal(self, name: str, reason: str) -> RunError:
         """Return an error that names a field, its value and the reason why lm can't use it."""
-        return RunError(f"{self.path}: {name} = {abbreviate(value_text(self._plain.get(name)), 80)}: {reason}")
+        return RunError(f"{self.path}: {name} = {abbreviate(value_text(self._values.get(name)), 80)}: {reason}")
 
     def check_all_used(self, irrelevant_names: Container[str]) -> None:
         """Check that each field was used, is in `irrelevant_names`, or is null. Raises RunError, which names the other
@@ -124,8 +124,8 @@ class Fields:
         """
         unknown_names = [
             name
-            for name, value in self._plain.items()
-            if name not in self._used and name not in irrelevant_names and value is not None
+            for name, value in self._values.items()
+            if name not in self._used_names and name not in irrelevant_names and value is not None
         ]
         if unknown_names:
             further_names = f" (and {', '.join(unknown_names[1:6])})" if unknown_names[1:] else ""
@@ -141,14 +141,14 @@ DEFAULT_THETA = 10000.0  # transformers' default of rope_theta
 LENGTH_DEPENDENT_REASON = (
     "its frequencies depend on the length of the sequence; only default, linear, llama3 and yarn are read"
 )
-ORIGINAL_LENGTH = "original_max_position_embeddings"
+ORIGINAL_LENGTH_FIELD = "original_max_position_embeddings"
 # For each `rope_type`, lm's class of options, and lm's name of each option by its name in transformers.
 ROPE_TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
     "default": (TrainedScaling, {}),
     "linear": (LinearScaling, {"factor": "factor"}),
     "llama3": (
         Llama3Scaling,
-        {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL_LENGTH: "original"},
+        {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL_LENGTH_FIELD: "original"},
     ),
     "yarn": (
         TrainedYarn,
@@ -156,7 +156,7 @@ ROPE_TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
             "factor": "factor",
             "beta_slow": "slow",
             "beta_fast": "fast",
-            ORIGINAL_LENGTH: "original",
+            ORIGINAL_LENGTH_FIELD: "original",
             "attention_factor": "attention_factor",
             "truncate": "whole_pairs",
         },
@@ -166,14 +166,17 @@ ROPE_DEFAULTS: dict[str, Plain] = {"attention_factor": None, "truncate": True}
 
 
 def read_rope(
-    config: Fields, n_positions: int, default_theta: float = DEFAULT_THETA, other_names: tuple[str, ...] = ()
+    config: ConfigFields,
+    n_positions: int,
+    default_theta: float = DEFAULT_THETA,
+    names_read_elsewhere: tuple[str, ...] = (),
 ) -> Rope:
     """Return RoPE's options from the fields of a model with a context of `n_positions` tokens.
 
     Args:
         config: fields of the model.
         default_theta: RoPE's base if no field gives it.
-        other_names: nested fields that the caller reads itself.
+        names_read_elsewhere: nested fields that the caller reads itself.
 
     Raises RunError: RoPE has a type or field that lm can't use; the message names it.
     """
@@ -198,9 +201,9 @@ def read_rope(
         )
     schema, option_names = ROPE_TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
-    defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH: n_positions}
+    defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH_FIELD: n_positions}
     if kind == TrainedYarn.name:
-        defaults["factor"] = n_positions / rope_fields.positive_integer(ORIGINAL_LENGTH, n_positions)
+        defaults["factor"] = n_positions / rope_fields.positive_integer(ORIGINAL_LENGTH_FIELD, n_positions)
         rope_fields.take("finetuned", bool, False)  # true if the weights were trained further with this scaling
     options = {}
     for field, option in option_names.items():
@@ -216,11 +219,11 @@ def read_rope(
         if options["attention_factor"] is None and all(scales):  # one alone is not read by transformers either
             growth = 0.1 * math.log(max(options["factor"], 1.0))
             options["attention_factor"] = (growth * scales[0] + 1) / (growth * scales[1] + 1)
-    rope_fields.check_all_used(other_names)
+    rope_fields.check_all_used(names_read_elsewhere)
     return Rope(theta=theta, scaling=schema(**options))
 
 
-def read_partial_rope(config: Fields) -> Rope:
+def read_partial_rope(config: ConfigFields) -> Rope:
     """Return RoPE's options of GPT-NeoX, which rotates only a fraction of each head. Raises RunError as `read_rope`
     does.
     """

@@ -24,7 +24,7 @@ from lm.data.tokenizer import (
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
 from lm.files import read_json, require_new_path
 from lm.huggingface.architectures import ARCHITECTURES, HEAD_TENSOR, Architecture, MappedParameter
-from lm.huggingface.fields import Fields
+from lm.huggingface.fields import ConfigFields
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
 from lm.runs.folder import TOKENIZER
@@ -100,12 +100,12 @@ def _weight_files(folder: Path) -> list[Path]:
             raise RunError(f"{folder / pickles[0]}: {reason}")
         raise RunError(f"{folder}: no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
     files_by_name = read_json(index).get("weight_map")
-    if not isinstance(files_by_name, dict) or not files_by_name or not all(map(_is_plain_name, files_by_name.values())):
+    if not isinstance(files_by_name, dict) or not files_by_name or not all(map(_is_file_name, files_by_name.values())):
         raise RunError(f"{index}: its weight_map must name a file of the folder for each tensor")
     return [folder / file for file in dict.fromkeys(files_by_name.values())]
 
 
-def _is_plain_name(file: object) -> bool:
+def _is_file_name(file: object) -> bool:
     """Return whether `file` is a file's name without folders."""
     return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
 
@@ -122,7 +122,7 @@ class PretrainedModel:
 
     path: Path  # the path of the model, which errors name
     config: dict[str, Plain]  # fields as in a config.json
-    tensors: WeightFiles
+    weight_files: WeightFiles
     tokenizer: str | None  # content of a tokenizer.json; None: there is none
     tokenizer_path: Path  # the path of the tokenizer, which errors name
     tokenizer_config: dict[str, Plain]  # content of the tokenizer's tokenizer_config.json
@@ -133,7 +133,7 @@ class PretrainedModel:
 def import_model(
     source: str,
     target: Path,
-    length: int | None = None,
+    train_length: int | None = None,
     revision: str | None = None,
     tokenizer: Path | None = None,
     end_of_text: str | None = None,
@@ -142,7 +142,7 @@ def import_model(
 
     Args:
         source: a folder in the format of transformers (safetensors, also in shards), or a name on the hub.
-        length: training length in tokens; None: the number of positions in its configuration, e.g.
+        train_length: training length in tokens; None: the number of positions in its configuration, e.g.
             `max_position_embeddings`.
         revision: commit, tag or branch of a model on the hub.
         tokenizer: a tokenizer.json or a tokenizer's folder; None: the model's own.
@@ -152,24 +152,26 @@ def import_model(
         RunError: `source` is no model or can't be used (the message names the field or tensor), or `target` exists;
             nothing is written.
         DataError: `source` or the tokenizer is neither on this machine nor on the hub, or the tokenizer can't be read.
-        ConfigError: `length` is not the number of learned positions, or an argument does not apply to `source`.
+        ConfigError: `train_length` is not the number of learned positions, or an argument does not apply to `source`.
     """
     require_new_path(target)
     model = open_pretrained(source, revision, tokenizer)
-    fields = Fields(model.config, model.path)
-    kind = fields.take("model_type", str)
-    if kind not in ARCHITECTURES:
+    fields = ConfigFields(model.config, model.path)
+    model_type = fields.take("model_type", str)
+    if model_type not in ARCHITECTURES:
         reason = (
             "this export of lm has code of its own: export the run without --format hf; "
-            if kind == LM_MODEL_TYPE
+            if model_type == LM_MODEL_TYPE
             else ""
         )
         raise fields.refusal("model_type", f"{reason}only {', '.join(ARCHITECTURES)} are read")
-    architecture = ARCHITECTURES[kind]
-    spec = architecture.read(fields)
+    architecture = ARCHITECTURES[model_type]
+    spec = architecture.read_model_spec(fields)
     positions = spec.seq_len
-    if length is not None and length != positions and spec.model.position.has_length_limit:
-        raise ConfigError([Problem("--length", length, f"{source} has learned positions for {positions}", "drop it")])
+    if train_length is not None and train_length != positions and spec.model.position.has_length_limit:
+        raise ConfigError(
+            [Problem("--length", train_length, f"{source} has learned positions for {positions}", "drop it")]
+        )
     if end_of_text and model.tokenizer is None:
         raise ConfigError(
             [Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")]
@@ -180,18 +182,18 @@ def import_model(
             model, end_of_text, spec.vocab_size
         )
         token_count = vocab_size(tokenizer)
-    spec.seq_len = length or positions
+    spec.seq_len = train_length or positions
     try:
         spec = ModelSpec.from_plain(to_plain(spec))  # checks lm's bounds, and for contradictions
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
-    parameters = _checked_parameters(architecture, spec, fields.path.name, model.tensors)
-    origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
+    parameters = _checked_parameters(architecture, spec, fields.path.name, model.weight_files)
+    origin = {**model.origin, "architecture": model_type, "max_position_embeddings": positions}
     tokenizer_bytes = None if tokenizer_text is None else tokenizer_text.encode()
-    tensors = dict(_parameter_values(parameters, model.tensors))
+    tensors = dict(_parameter_values(parameters, model.weight_files))
     n_parameters = sum(tensor.numel() for tensor in tensors.values())
     write_model(target, spec, tensors, tokenizer_bytes, origin=origin)
-    _print_summary(target, kind, spec, token_count, n_parameters)
+    _print_summary(target, model_type, spec, token_count, n_parameters)
     return spec
 
 
@@ -230,7 +232,7 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
 
 
 def read_tokenizer(
-    model: PretrainedModel, end_of_text: str | None, vocabulary: int
+    model: PretrainedModel, end_of_text: str | None, model_vocab_size: int
 ) -> tuple[Tokenizer, str, str, list[str]]:
     """Return a model's tokenizer, the text of its tokenizer.json, its start token and its end tokens.
 
@@ -240,9 +242,9 @@ def read_tokenizer(
     vocabulary: number of token ids of the model. Raises RunError: as `import_model` does.
     """
     start_token = end_of_text or _start_token(model)
-    tokenizer, text = _checked_tokenizer(model, start_token, vocabulary)
+    tokenizer, text = _checked_tokenizer(model, start_token, model_vocab_size)
     added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
-    end_tokens = _configured_tokens("eos", added_tokens, model.tokenizer_config, model.config, model.generation_config)
+    end_tokens = _bos_or_eos_tokens("eos", added_tokens, model.tokenizer_config, model.config, model.generation_config)
     return tokenizer, text, start_token, [] if end_tokens == [start_token] else end_tokens
 
 
@@ -260,8 +262,8 @@ def _start_token(model: PretrainedModel) -> str:
         raise RunError(f"{path}: its tokenizer is {NOT_A_TOKENIZER}: {one_line(error, 160)}") from None
     if END_OF_TEXT in tokens.values():
         return END_OF_TEXT
-    for kind in ("bos", "eos"):
-        if configured_tokens := _configured_tokens(kind, tokens, model.tokenizer_config, model.config):
+    for role in ("bos", "eos"):
+        if configured_tokens := _bos_or_eos_tokens(role, tokens, model.tokenizer_config, model.config):
             return configured_tokens[0]
     special_text = (
         f"its special tokens: {', '.join(map(str, [*tokens.values()][:8]))}" if tokens else "it has no special tokens"
@@ -269,14 +271,14 @@ def _start_token(model: PretrainedModel) -> str:
     raise RunError(f"{path}: no token that starts a document is known ({special_text}); name one: --end-of-text TOKEN")
 
 
-def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
+def _bos_or_eos_tokens(role: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
     """Return the BOS or EOS tokens that `configurations` name by text or id, and that are among `tokens`, {id: token}.
 
-    kind: `bos` or `eos`.
+    role: `bos` or `eos`.
     """
     named_tokens: list[Plain] = []
     for fields in configurations:
-        token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
+        token, ids = fields.get(f"{role}_token"), fields.get(f"{role}_token_id")
         named_tokens.append(token.get("content") if isinstance(token, dict) else token)
         named_tokens += [
             tokens.get(index) for index in (ids if isinstance(ids, list) else [ids]) if isinstance(index, int)
@@ -284,32 +286,33 @@ def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[
     return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in tokens.values())]
 
 
-def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> tuple[Tokenizer, str]:
+def _checked_tokenizer(model: PretrainedModel, start_token: str, model_vocab_size: int) -> tuple[Tokenizer, str]:
     """Return a model's tokenizer and its tokenizer.json, after dropping special tokens whose ids the model doesn't
     have.
 
     No text contains such tokens, and the model can't generate them. Raises RunError: the tokenizer can't be used, lacks
-    the token `start`, or has other ids of `vocabulary` or above.
+    the token `start_token`, or has other ids of `model_vocab_size` or above.
     """
     content = model.tokenizer
     try:
         with convert_library_errors(f"its tokenizer is {NOT_A_TOKENIZER}"):
-            tokenizer = parse_tokenizer(content, start)
-            if vocab_size(tokenizer) > vocabulary:  # often <pad>, which fine-tuning adds
+            tokenizer = parse_tokenizer(content, start_token)
+            if vocab_size(tokenizer) > model_vocab_size:  # often <pad>, which fine-tuning adds
                 fields = json.loads(content)
                 fields["added_tokens"] = [
                     token
                     for token in fields["added_tokens"]
-                    if token["id"] < vocabulary or not token["special"] or token["content"] == start
+                    if token["id"] < model_vocab_size or not token["special"] or token["content"] == start_token
                 ]
                 content = json.dumps(fields, ensure_ascii=False)
-                tokenizer = parse_tokenizer(content, start)
+                tokenizer = parse_tokenizer(content, start_token)
     except DataError as error:
         text = str(error).replace("set data.tokenizer.end_of_text to one", "name one with --end-of-text")
         raise RunError(f"{model.tokenizer_path}: {text}") from None
-    if (size := vocab_size(tokenizer)) > vocabulary:
+    if (size := vocab_size(tokenizer)) > model_vocab_size:
         reason = (
-            f"the tokenizer has ids up to {size - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?"
+            f"the tokenizer has ids up to {size - 1:,}, the model's vocab_size is {model_vocab_size:,}: "
+            "of another model?"
         )
         raise RunError(f"{model.tokenizer_path}: {reason}")
     return tokenizer, content
@@ -370,10 +373,11 @@ def _parameter_values(parameters: list[MappedParameter], tensors: WeightFiles) -
         yield parameter.name, torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
 
 
-def _print_summary(folder: Path, kind: str, spec: ModelSpec, n_tokens: int, n_parameters: int) -> None:
+def _print_summary(folder: Path, model_type: str, spec: ModelSpec, n_tokens: int, n_parameters: int) -> None:
     """Print the imported model's architecture and size, and its tokenizer's size and special tokens."""
     print(
-        f"{folder}: {kind}, {n_parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}"
+        f"{folder}: {model_type}, {n_parameters:,} parameters, {spec.model.position.label}, "
+        f"training length {spec.seq_len:,}"
     )
     if n_tokens:
         end_note = f", end with {' or '.join(spec.end_tokens)}" if spec.end_tokens else ""

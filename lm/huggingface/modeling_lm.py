@@ -163,7 +163,7 @@ class LmConfig(PreTrainedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformersContext(ForwardContext):
+class TransformersForwardContext(ForwardContext):
     """This class holds the inputs of one forward pass that all layers share, with a cache of transformers in place of
     lm's.
 
@@ -203,7 +203,7 @@ class CheckpointedLayer(GradientCheckpointingLayer):
     lm passes it in the context.
     """
 
-    def forward(self, x: Tensor, first_layer_values: Tensor | None, context: TransformersContext) -> Tensor:
+    def forward(self, x: Tensor, first_layer_values: Tensor | None, context: TransformersForwardContext) -> Tensor:
         """Return the layer's output (B, T, C) for its input x (B, T, C).
 
         first_layer_values: the first layer's values (B, K, T, E), which a model with `value_residual` mixes into its
@@ -361,7 +361,7 @@ class LmModel(LmPreTrainedModel):
         if self.config.rope_frequencies is not None:
             frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=x.device)
             rotation = rotation_at(position_ids, frequencies, self.config.rope_amplitude)
-        context = TransformersContext(layout, rotation, 1.0, None, past_key_values=past_key_values, weights=[])
+        context = TransformersForwardContext(layout, rotation, 1.0, None, past_key_values=past_key_values, weights=[])
         first_layer_values, hidden_states = None, ()
         if self.config.value_residual:
             first = self.blocks[0]

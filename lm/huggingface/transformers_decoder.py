@@ -26,7 +26,7 @@ from lm.data.batches import Batch
 from lm.errors import RunError, one_line
 from lm.huggingface.attention_functions import (
     NORMALIZER_ATTRIBUTE,
-    RECORD_ATTRIBUTE,
+    QKV_RECORD_ATTRIBUTE,
     add_normalizer_parameters,
     attention_modules,
     register,
@@ -40,7 +40,7 @@ from lm.plain import to_plain
 from lm.plugins import PLUGINS
 from lm.runs.loading import LoadedModel
 
-ATTENTION_NAME = "lm_measured"  # name of the attention function
+ATTENTION_FUNCTION_NAME = "lm_measured"  # name of the attention function
 LOGIT_TOLERANCE = 1e-3  # largest difference of logits that counts as rounding
 
 
@@ -130,13 +130,13 @@ class TransformersDecoder(nn.Module):
             0, tokens.size(1), document_length or tokens.size(1), tokens.device
         )
         for layer in self._layers:
-            setattr(layer, RECORD_ATTRIBUTE, [])
+            setattr(layer, QKV_RECORD_ATTRIBUTE, [])
         try:
             self(tokens, layout)
-            self._records = [getattr(layer, RECORD_ATTRIBUTE).pop() for layer in self._layers]
+            self._records = [getattr(layer, QKV_RECORD_ATTRIBUTE).pop() for layer in self._layers]
         finally:
             for layer in self._layers:
-                delattr(layer, RECORD_ATTRIBUTE)
+                delattr(layer, QKV_RECORD_ATTRIBUTE)
         return self.embedding(tokens), ForwardContext(layout, None, 1.0, None)
 
     @property
@@ -150,13 +150,13 @@ class TransformersDecoder(nn.Module):
         return [partial(block, layer) for layer in range(len(self._layers))]
 
 
-def load_transformers_decoder(folder: Path, normalizer: str, length: int | None) -> LoadedModel:
+def load_transformers_decoder(folder: Path, normalizer: str, train_length: int | None) -> LoadedModel:
     """Load a transformers model from a folder, in fp32, with lm's attention in the layers without a sliding window.
 
     Args:
         normalizer: a name, or a block in YAML such as `{name: ssmax, bias: true}`. Its parameters are read from the
             folder if that has them.
-        length: training length in tokens; None: `max_position_embeddings`.
+        train_length: training length in tokens; None: `max_position_embeddings`.
 
     Raises RunError, DataError or ConfigError: there is no such model, normalizer or tokenizer, or the model's attention
     can't be replaced.
@@ -164,15 +164,15 @@ def load_transformers_decoder(folder: Path, normalizer: str, length: int | None)
     source = open_pretrained(str(folder), None, None)
     with PLUGINS.trusted_text():
         options = build_named_block(LAYER_OPTIONS, parse_yaml(normalizer, "--normalizer"), "--normalizer")
-    register({ATTENTION_NAME: to_plain(options)})
+    register({ATTENTION_FUNCTION_NAME: to_plain(options)})
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=ATTENTION_NAME, dtype=torch.float32, trust_remote_code=False
+            folder, attn_implementation=ATTENTION_FUNCTION_NAME, dtype=torch.float32, trust_remote_code=False
         )
-        add_normalizer_parameters(model, length)
+        add_normalizer_parameters(model, train_length)
         text = model.config.get_text_config()
-        decoder = TransformersDecoder(model, options, length or text.max_position_embeddings)
+        decoder = TransformersDecoder(model, options, train_length or text.max_position_embeddings)
     except (ValueError, OSError, AttributeError) as error:
         raise RunError(f"{folder}: can't be measured in transformers: {one_line(error)}") from None
     tokenizer, _, start, ends = read_tokenizer(source, None, text.vocab_size)

@@ -37,7 +37,7 @@ from lm.config.tree import model_function_options
 from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate, generate_text
 from lm.huggingface.architectures import ARCHITECTURES
-from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, Fields
+from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, ConfigFields
 from lm.runs.loading import LoadedModel, load
 
 V, T = 300, 512  # vocabulary, and tokens of the sequences that are compared
@@ -175,11 +175,11 @@ def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path
     """
     _, config, values = MODELS[kind]
     default = config().to_dict()
-    fields = Fields({**config(**COMMON | values).to_dict(), "architectures": None}, tmp_path)
-    ARCHITECTURES[kind].read(fields)
-    names = fields._used | IRRELEVANT_FIELDS | REQUIRED_VALUES.keys()
+    fields = ConfigFields({**config(**COMMON | values).to_dict(), "architectures": None}, tmp_path)
+    ARCHITECTURES[kind].read_model_spec(fields)
+    names = fields._used_names | IRRELEVANT_FIELDS | REQUIRED_VALUES.keys()
     assert default.keys() - names == set()
-    names_read = fields._used - REQUIRED_VALUES.keys() - {"architectures", "head_dim"}
+    names_read = fields._used_names - REQUIRED_VALUES.keys() - {"architectures", "head_dim"}
     fixed = {"hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx", "add_cross_attention"}
     fixed |= {"scale_attn_weights", "scale_attn_by_inverse_layer_idx"}
     fixed |= {"ministral3": {"sliding_window"}, "gpt_neox": {"attention_bias"}}.get(kind, set())
@@ -191,9 +191,9 @@ def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("ministral3", "smollm3")])
 def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Path):
-    description = ARCHITECTURES[kind].read(Fields({}, tmp_path))
-    full_description = ARCHITECTURES[kind].read(
-        Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path)
+    description = ARCHITECTURES[kind].read_model_spec(ConfigFields({}, tmp_path))
+    full_description = ARCHITECTURES[kind].read_model_spec(
+        ConfigFields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path)
     )
     assert model_function_options(description.model) == model_function_options(full_description.model)
     assert (description.vocab_size, description.seq_len) == (full_description.vocab_size, full_description.seq_len)

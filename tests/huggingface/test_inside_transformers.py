@@ -19,7 +19,7 @@ from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.attention_functions import NORMALIZER_ATTRIBUTE
-from lm.huggingface.fields import Fields
+from lm.huggingface.fields import ConfigFields
 from lm.model.decoder import Decoder
 
 T = 60
@@ -61,7 +61,7 @@ def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict
     """
     model.save_pretrained(folder / "saved")
     architecture = ARCHITECTURES["llama"]
-    spec = architecture.read(Fields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
+    spec = architecture.read_model_spec(ConfigFields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
     decoder = Decoder(replace(spec.model, normalizer=KINDS[kind]), V, spec.seq_len)
     state, names = model.state_dict(), {}
     for part in architecture.mapped_parameters(spec, architecture.tensor_prefix):
