@@ -15,7 +15,7 @@ from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
 from lm.files import write_together
 from lm.plain import Plain
-from lm.report.html import PAGE
+from lm.report.html import PAGE_FILE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
 from lm.runs.evaluations import UNIGRAM_LEVEL_NAME, Evaluation, evaluation_path, join_rows, measuring_code_digest
 from lm.runs.folder import CHECKPOINTS, METRICS, checkpoint_path
@@ -141,4 +141,4 @@ def finish_all_runs(procedure: Procedure, loss: Callable[[Run], float]) -> Proce
 def write_page(procedure: Procedure, folder: Path) -> Path:
     """Write the page of an experiment to a folder, and return its path."""
     write_together(experiment_files(procedure, folder, procedure.judgement()), "the report")
-    return folder / PAGE
+    return folder / PAGE_FILE

@@ -138,7 +138,7 @@ def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
             if units["sample"].notna().all()
         ]
         arrays = (means[name].to_numpy() for name in ("x", "until", "value"))
-        mean = overall["value"].iloc[0] if rows["shape"].iloc[0] != "points" else None
+        mean = overall["value"].iloc[0] if rows["axis_kind"].iloc[0] != "points" else None
         curves.append(Curve(about, evaluation.kind, task, setting, (*means["metric"],), *arrays, points, mean, logged))
     return tuple(curves)
 

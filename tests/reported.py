@@ -243,14 +243,14 @@ def write_report(folders: list[Path], out: Path) -> ReportFiles:
 
 def pictures(comparison: ArmComparison) -> list[Picture]:
     """Return the pictures of a comparison's page."""
-    sections = run_sections(comparison.names, drawn_runs(comparison), comparison)
+    sections = run_sections(comparison.arm_labels, drawn_runs(comparison), comparison)
     return [block.content for section in sections for block in section.blocks if block.kind == "picture"]
 
 
 def compare_folders(*folders: Path) -> tuple[ArmComparison, dict[tuple[str, ...], Difference]]:
     """Return the comparison of runs, and the last arm's differences by their labels."""
     comparison = compare_runs([read_run(folder) for folder in folders])
-    return comparison, {difference.name.labels: difference for difference in comparison.differences}
+    return comparison, {difference.metric_name.task_and_setting: difference for difference in comparison.differences}
 
 
 def edit_evaluation(
@@ -268,10 +268,12 @@ def edit_evaluation(
 
 def answer_labels(comparison: ArmComparison) -> list[tuple[str, ...]]:
     """Return task and inference setting of all answers, in the order of their files."""
-    return [name.labels for name in comparison.metric_names if name.quantity == ACCURACY_QUANTITY]
+    return [name.task_and_setting for name in comparison.metric_names if name.quantity == ACCURACY_QUANTITY]
 
 
 def accuracy_interval(comparison: ArmComparison, arm: int, of: tuple[str, str], length: int) -> Interval:
     """Return the interval of an arm's accuracy, for a task and an inference setting, at a length."""
-    (name,) = (name for name in comparison.metric_names if (name.quantity, *name.labels) == (ACCURACY_QUANTITY, *of))
-    return comparison.cells[name, str(length), comparison.names[arm]].interval
+    (name,) = (
+        name for name in comparison.metric_names if (name.quantity, *name.task_and_setting) == (ACCURACY_QUANTITY, *of)
+    )
+    return comparison.arm_means[name, str(length), comparison.arm_labels[arm]].interval

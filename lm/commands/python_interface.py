@@ -30,7 +30,7 @@ from lm.experiments.page import REPORT, VERDICTS
 from lm.experiments.run_table import Direction, judge_table
 from lm.machine import start_child
 from lm.report.frame import evaluation_block, frame, results, run_columns
-from lm.report.html import PAGE
+from lm.report.html import PAGE_FILE
 from lm.report.tables import csv_text
 from lm.runs.folder import CONFIG
 from lm.runs.record import read_run
@@ -48,7 +48,7 @@ class ComparedExperiment:
     @property
     def report(self) -> Path:
         """Return the path of the experiment's report, an HTML page."""
-        return self.folder / REPORT / PAGE
+        return self.folder / REPORT / PAGE_FILE
 
     @cached_property
     def results(self) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from lm.evaluation.held_out import LongContext, LossByLength, OtherTexts, SwapMe
 from lm.evaluation.measurement import Measurement, metric_rows, sampling_unit_frame
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.report.comparison import REPORTING
+from lm.report.comparison import REPORTING_SUFFIX
 from lm.runs.evaluations import NATS, Metric
 from lm.runs.folder import PEAK_MEMORY_KEY
 
@@ -119,7 +119,7 @@ _PAGE_HEAD = f"""# Metrics
 
 The names in metrics.jsonl, which tables, `primary.metric`, `lm judge --metric` and `lm.results` have, too. `lm metrics
 CONFIG` lists those that a configuration logs, with names in place of the words in capitals. A report's numbers are of
-the [documents that report](verdicts.md#glossary) alone: their names end with `{REPORTING}`.
+the [documents that report](verdicts.md#glossary) alone: their names end with `{REPORTING_SUFFIX}`.
 
 | metric | unit | better | what it is | can decide |
 |---|---|---|---|---|"""

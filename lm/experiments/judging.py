@@ -433,8 +433,8 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
     notes = [omission] if len(entries) > MAX_PRINTED else []
     entries = entries[:MAX_PRINTED]
     table = summary_table(judgement, entries)
-    number_columns = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
-    print_tables(replace(table, title=title, contents=number_columns))
+    number_columns = tuple((column, cells) for column, cells in table.filled_columns if column.kind != "words")
+    print_tables(replace(table, title=title, filled_columns=number_columns))
     for entry in entries:
         if "verdict" in entry:
             arm = " ".join(filter(None, (entry["size"], entry["arm"])))

@@ -25,11 +25,20 @@ from lm.experiments.run_outcome import SELECTION_METRIC
 from lm.files import json_bytes, read_json, write_together
 from lm.plain import Plain, json_value
 from lm.report.comparison import ArmComparison
-from lm.report.comparison_pictures import LOSSES, DrawnRun
-from lm.report.html import PAGE, Answer, Page, PageSection, introduction, page_files, run_details, run_sections
+from lm.report.comparison_pictures import LOSS_TITLES, DrawnRun
+from lm.report.html import (
+    PAGE_FILE,
+    Page,
+    PageSection,
+    VerdictCard,
+    introduction,
+    page_files,
+    run_details,
+    run_sections,
+)
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import (
-    DIFFERENCE,
+    DIFFERENCE_COLUMN,
     Column,
     FilledColumn,
     Table,
@@ -94,7 +103,7 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     if size_trends:
         print_tables(trend_table(size_trends, experiment.arms[0].name))
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
-    print(f"report: {experiment.folder / REPORT / PAGE}")
+    print(f"report: {experiment.folder / REPORT / PAGE_FILE}")
     return entries
 
 
@@ -113,7 +122,7 @@ def send_experiment(procedure: Procedure, entries: list[dict[str, Plain]]) -> No
         for run in procedure.known_runs()
         if run.has_begun
     ]
-    log, page = experiment.first_config.log, experiment.folder / REPORT / PAGE
+    log, page = experiment.first_config.log, experiment.folder / REPORT / PAGE_FILE
     send_report(log, experiment.name, experiment.folder, facts, entries, runs, page)
 
 
@@ -166,7 +175,7 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
     arms = {name: records for name, records in finished.items() if records}
     comparison = ArmComparison(names, arms) if arms else None
     name = experiment.primary.metric
-    titles = LOSSES if name == SELECTION_METRIC else LOSSES | {name: (name, _quantity_label(experiment))}
+    titles = LOSS_TITLES if name == SELECTION_METRIC else LOSS_TITLES | {name: (name, _quantity_label(experiment))}
     tuning = PageSection(f"Learning rates{_size_suffix(size)}")
     tuning.add("picture", rates_picture(procedure, size), f"{_size_prefix(size)}rates")
     tuning.add("note", CROSSED_RATES_NOTE if procedure.choice(size).crossed_rates else None)
@@ -201,7 +210,7 @@ def question_text(experiment: Experiment) -> str:
     return f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? {direction}"
 
 
-def answer_cards(judgement: Judgement) -> list[Answer]:
+def answer_cards(judgement: Judgement) -> list[VerdictCard]:
     """Return the verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
     margin, effect_name = judgement.primary.matters, f"Difference to {judgement.question.arms[0]}"
     marks, labels = [0.0, -margin, margin], ("0", f"{-margin:+g}", f"{margin:+g}")
@@ -212,17 +221,17 @@ def answer_cards(judgement: Judgement) -> list[Answer]:
     for (size, arm), verdict in judgement.verdicts.items():
         name, effect, interval = f"{arm}{_size_suffix(size)}", (), verdict.interval
         if judgement.question.rates[size] is None:
-            cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
+            cards.append(VerdictCard(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval:
             positions = (4 + 92 * (np.array([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist()
             # the words end with seeds
             noise_source = "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source
-            value, ends = DIFFERENCE.text(interval.mean), DIFFERENCE.ends(interval)
+            value, ends = DIFFERENCE_COLUMN.mean_text(interval.mean), DIFFERENCE_COLUMN.ends_text(interval)
             effect = effect_name, value, ends, noise_source, positions if interval.is_bounded else None, labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad", "not learned": "bad"}.get(verdict.kind, "")
         reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
-        cards.append(Answer(name, verdict.words, reason, tone, *effect))
+        cards.append(VerdictCard(name, verdict.words, reason, tone, *effect))
     return cards
 
 
@@ -342,7 +351,7 @@ def rates_picture(procedure: Procedure, size: str) -> Picture | None:
         f"{label}, {experiment.data_words(metric, 'selection')}",
         traces,
         {rate: f"{rate:g}" for rate in sorted({*tuning_runs["rate"]})},
-        log_base=10,
+        x_log_base=10,
     )
     caption = "Tuning runs: dots are single seeds, lines their means, rings the rates that were chosen."
     if np.isinf(tuning_runs[metric]).any():
@@ -379,7 +388,7 @@ def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
     label = f"{_quantity_label(experiment)}, {experiment.data_words(experiment.primary.metric, 'report')}"
-    panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), zero_line=True, margin=margin)
+    panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), has_zero_line=True, margin=margin)
     rates_part = " and rates" * any(len(rates) > 1 for rates in judgement.runs_by_arm.values())
     caption = (
         f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold "

@@ -16,7 +16,7 @@ import pandas as pd
 from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError, yaml_scalar
-from lm.report.tables import axis_text, plain_text, printable_text
+from lm.report.tables import axis_text, printable_text, recorded_value_text
 from lm.runs.evaluations import CURVE_COLUMNS, Metric, evaluation_rows, point_means
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import (
@@ -28,30 +28,32 @@ from lm.statistics.intervals import (
 )
 from lm.statistics.sampling_units import grouped_mean
 
-REPORTING = "of reporting documents"  # what names of metrics in reports end with, if other documents are left out
+# what names of metrics in reports end with, if other documents are left out
+REPORTING_SUFFIX = "of reporting documents"
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 # prefixes of the keys in which a comparison of normalizers may differ
-_NORMALIZER_PREFIXES = ("model.normalizer.", "phases", "swap.")
+_NORMALIZER_KEY_PREFIXES = ("model.normalizer.", "phases", "swap.")
 NO_INTERVAL_REASON = f"all agree, or are of fewer than {MIN_DOCUMENTS} documents"  # why values have no interval
-SHAPES = ("number", "bins", "points")  # the order of sections in a report
-UNIT_COLUMNS = ["about", "sample", "value", "weight", "group"]  # what an interval takes
-Arms = Mapping[str, list[RunRecord]]  # an arm's runs, which differ in their seed only, in the order of seeds, by label
+AXIS_KINDS = ("number", "bins", "points")  # the order of sections in a report
+INTERVAL_COLUMNS = ["about", "sample", "value", "weight", "group"]  # what an interval takes
+# an arm's runs, which differ in their seed only, in the order of seeds, by the arm's label
+RunsByArm = Mapping[str, list[RunRecord]]
 
 
 class MetricName(NamedTuple):
     """Identifies a metric, with task and inference setting, as reports compare it between runs. Metrics of one title
-    and shape are a section of a report: a table and, with an axis, a picture."""
+    and kind of axis are a section of a report: a table and, with an axis, a picture."""
 
     title: str
-    shape: str  # number, bins or points
+    axis_kind: str  # number (no axis), bins or points
     quantity: str
-    subject: str  # task or source, with its options where another task has the same name
+    task_label: str  # task or source, with its options where another task has the same name
     setting: str  # inference setting; empty: the evaluation has none
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """Return the subject and the inference setting, without those that are empty."""
-        return tuple(filter(None, (self.subject, self.setting)))
+    def task_and_setting(self) -> tuple[str, ...]:
+        """Return the task's label and the inference setting, without those that are empty."""
+        return tuple(filter(None, (self.task_label, self.setting)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,18 +62,18 @@ class Difference:
     interval, or a reason why there is none."""
 
     arm: str
-    name: MetricName
-    about: Metric
-    subject: str  # metric, task, place and setting in words
+    metric_name: MetricName
+    metric: Metric
+    description: str  # metric, task, place and setting in words
     interval: Interval | None  # in the unit of the metric
-    reason: str  # why there is no interval; empty if there is one
+    no_interval_reason: str  # empty if there is one
 
 
-class MeanOfArm(NamedTuple):
-    """Holds the mean of a metric over an arm's runs at one place: a point or a range of its axis. `about` describes the
-    metric for the first run; reference levels may differ between runs."""
+class ArmMean(NamedTuple):
+    """Holds the mean of a metric over an arm's runs at one place: a point or a range of its axis. `metric` is that of
+    the first run; reference levels may differ between runs."""
 
-    about: Metric
+    metric: Metric
     mean: float
     spread: float | None  # standard deviation over seeds; None: one run
     interval: Interval | None
@@ -80,11 +82,11 @@ class MeanOfArm(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class ArmComparison:
     """Holds the runs of each arm and frames of what they measured on the held-out documents that report. The first of
-    `names` is the baseline.
+    `arm_labels` is the baseline.
     """
 
-    names: tuple[str, ...]  # labels of all arms, also of arms without runs, by which pictures choose colours
-    arms: Arms  # the arms that have runs
+    arm_labels: tuple[str, ...]  # labels of all arms, also of arms without runs, by which pictures choose colours
+    arms: RunsByArm  # the arms that have runs
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -94,14 +96,14 @@ class ArmComparison:
     @property
     def baseline(self) -> str | None:
         """Return the label of the baseline; None if it has no runs, or no other arm has."""
-        return self.names[0] if self.names[0] in self.arms and len(self.arms) > 1 else None
+        return self.arm_labels[0] if self.arm_labels[0] in self.arms and len(self.arms) > 1 else None
 
     @cached_property
     def all_rows(self) -> pd.DataFrame:
-        """Return the `reporting_rows` of all evaluations. New columns are `arm`; `run`, the index of the run in `runs`;
-        and `seeds`, the index of the run's seeds in the sorted list of all runs' seeds."""
+        """Return the rows of all evaluations, without selection text (`drop_selection_rows`). New columns are `arm`;
+        `run`, the index of the run in `runs`; and `seeds`, the index of its seeds among all runs' sorted seeds."""
         run_numbers = np.repeat(np.arange(len(self.runs)), [len(run.evaluations) for run in self.runs])
-        rows = reporting_rows(evaluation_rows([evaluation for run in self.runs for evaluation in run.evaluations]))
+        rows = drop_selection_rows(evaluation_rows([evaluation for run in self.runs for evaluation in run.evaluations]))
         owner = run_numbers[rows["evaluation"]]
         labels = np.array([label for label, runs in self.arms.items() for _ in runs], object)
         all_seeds = sorted({run.seeds for run in self.runs})
@@ -109,7 +111,7 @@ class ArmComparison:
         return rows.assign(run=owner, arm=labels[owner], seeds=seeds[owner])
 
     @cached_property
-    def rows(self) -> pd.DataFrame:
+    def titled_rows(self) -> pd.DataFrame:
         """Return the rows of the metrics that have a title. The new column `name` is the metric's index in
         `metric_names`."""
         rows = self.all_rows[self.all_rows["title"] != ""]
@@ -117,56 +119,58 @@ class ArmComparison:
 
     @cached_property
     def metric_names(self) -> list[MetricName]:
-        return [MetricName(*values) for values in self.rows.drop_duplicates("name")[[*MetricName._fields]].to_numpy()]
+        return [
+            MetricName(*values) for values in self.titled_rows.drop_duplicates("name")[[*MetricName._fields]].to_numpy()
+        ]
 
     @cached_property
-    def units(self) -> pd.DataFrame:
-        """Return the value of each unit (sequence or question) at each place that tables show (`rows_at_places`)."""
-        return rows_at_places(self.rows)
+    def unit_values(self) -> pd.DataFrame:
+        """Return the value of each unit (sequence or question) at each point or range that tables show."""
+        return merge_bins_into_ranges(self.titled_rows)
 
     @cached_property
-    def means(self) -> pd.DataFrame:
-        """Return the mean over the units of each run at each place (`rows_at_places`)."""
-        return point_means(self.units)
+    def run_means(self) -> pd.DataFrame:
+        """Return the mean over the units of each run at each point or range that tables show."""
+        return point_means(self.unit_values)
 
     @cached_property
     def sections(self) -> list[pd.DataFrame]:
-        """Return `means` split into a frame for each title and shape: first single numbers, then ranges of an axis
-        (bins), then points."""
-        sections = [section for _, section in self.means.groupby(["title", "shape"], sort=False)]
-        return sorted(sections, key=lambda section: SHAPES.index(section["shape"].iloc[0]))
+        """Return `run_means` split into a frame for each title and kind of axis: first single numbers, then ranges of
+        an axis (bins), then points."""
+        sections = [section for _, section in self.run_means.groupby(["title", "axis_kind"], sort=False)]
+        return sorted(sections, key=lambda section: AXIS_KINDS.index(section["axis_kind"].iloc[0]))
 
     @cached_property
-    def cells(self) -> dict[tuple[MetricName, str, str], MeanOfArm]:
+    def arm_means(self) -> dict[tuple[MetricName, str, str], ArmMean]:
         """Return the mean over an arm's runs by (name, place, arm)."""
-        indices, cells = self.units.groupby(["name", "place", "run"], sort=False).indices, {}
-        units = self.units[UNIT_COLUMNS]
-        narrow = self.means[["name", "place", "arm", "run", "about", "value"]]
+        indices, arm_means = self.unit_values.groupby(["name", "place", "run"], sort=False).indices, {}
+        units = self.unit_values[INTERVAL_COLUMNS]
+        narrow = self.run_means[["name", "place", "arm", "run", "about", "value"]]
         for (index, place, arm), means in narrow.groupby(["name", "place", "arm"], sort=False):
-            name, about, values = self.metric_names[index], means["about"].iloc[0], means["value"].to_numpy()
+            metric_name, metric, values = self.metric_names[index], means["about"].iloc[0], means["value"].to_numpy()
             mean, interval = float(values.mean()), None
-            if name.shape == "points" and about.interval and np.isfinite(mean):
-                of_runs = [units.iloc[indices[index, place, run]] for run in means["run"]]
-                interval = _mean_interval([run_interval(run, mean) for run in of_runs], values, about)
+            if metric_name.axis_kind == "points" and metric.interval and np.isfinite(mean):
+                units_by_run = [units.iloc[indices[index, place, run]] for run in means["run"]]
+                interval = _mean_interval([run_interval(rows, mean) for rows in units_by_run], values, metric)
             spread = float(values.std(ddof=1)) if len(values) > 1 else None
-            cells[name, place, arm] = MeanOfArm(about, mean, spread, interval)
-        return cells
+            arm_means[metric_name, place, arm] = ArmMean(metric, mean, spread, interval)
+        return arm_means
 
     @cached_property
     def differences(self) -> list[Difference]:
         """Return each arm's difference to the baseline in each metric, at the last place that both arms measured. If
         there is no such place, it is the last one that either arm measured, and the difference has a reason."""
-        units = self.units[self.units["sample"].notna() & ~self.units["control"]]
+        units = self.unit_values[self.unit_values["sample"].notna() & ~self.unit_values["control"]]
         indices = units.groupby(["name", "arm"], sort=False).indices
-        names = dict.fromkeys(name for section in self.sections for name in section["name"])
+        metric_indices = dict.fromkeys(index for section in self.sections for index in section["name"])
         found = []
-        for arm, name in product(list(self.arms)[1:] if self.baseline else (), names):
-            sides = [units.iloc[indices.get((name, label), [])] for label in (arm, self.baseline)]
+        for arm, index in product(list(self.arms)[1:] if self.baseline else (), metric_indices):
+            sides = [units.iloc[indices.get((index, label), [])] for label in (arm, self.baseline)]
             places = [dict(zip(side["place"], side["order"], strict=True)) for side in sides]
             if order := places[0] | places[1]:
                 last = max(places[0].keys() & places[1].keys() or order, key=order.get)
                 at_last = [side[side["place"] == last] for side in sides]
-                found.append(self._difference(arm, self.metric_names[name], at_last))
+                found.append(self._arm_difference(arm, self.metric_names[index], at_last))
         return found
 
     def paired_differences(self, rows: pd.DataFrame) -> pd.DataFrame:
@@ -181,33 +185,41 @@ class ArmComparison:
         is_paired = ~is_base & unit.isin(baseline.index)
         return rows[is_paired].assign(value=lambda arm: arm["value"] - baseline[unit[is_paired]].to_numpy())
 
-    def _difference(self, arm: str, name: MetricName, sides: list[pd.DataFrame]) -> Difference:
-        """Return the difference of an arm at a place. `sides`: units of the arm, then of the baseline."""
-        unit = pd.concat(sides).iloc[0]
-        about = unit["about"]
-        if unit["logged"] and name.shape != "bins":
-            subject = unit["metric"]
+    def _arm_difference(self, arm: str, metric_name: MetricName, arm_and_baseline: list[pd.DataFrame]) -> Difference:
+        """Return the difference of an arm at a place. `arm_and_baseline`: units of the arm, then of the baseline."""
+        unit = pd.concat(arm_and_baseline).iloc[0]
+        metric = unit["about"]
+        if unit["logged"] and metric_name.axis_kind != "bins":
+            description = unit["metric"]
         else:
-            span = f"{axis_text(unit['x'])}-{axis_text(unit['until'])}" if name.shape == "bins" else unit["place"]
-            place = f" {about.axis.before} {span}" if about.axis else ""
-            subject = (
-                ", ".join(filter(None, (name.quantity, name.subject))) + place + (name.setting and f", {name.setting}")
+            span = (
+                f"{axis_text(unit['x'])}-{axis_text(unit['until'])}"
+                if metric_name.axis_kind == "bins"
+                else unit["place"]
             )
-        paired = self.paired_differences(pd.concat(sides))
-        reason, interval = self._obstacle(arm, sides, paired), None
-        if not reason:
+            place = f" {metric.axis.before} {span}" if metric.axis else ""
+            description = (
+                ", ".join(filter(None, (metric_name.quantity, metric_name.task_label)))
+                + place
+                + (metric_name.setting and f", {metric_name.setting}")
+            )
+        paired = self.paired_differences(pd.concat(arm_and_baseline))
+        no_interval_reason, interval = self._incomparable_reason(arm, arm_and_baseline, paired), None
+        if not no_interval_reason:
             interval = paired_interval(paired, grouped_mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
-            interval = clip_interval(interval, about)
+            interval = clip_interval(interval, metric)
             if not interval:
-                reason = NO_INTERVAL_REASON
-        return Difference(arm, name, about, subject, interval, reason)
+                no_interval_reason = NO_INTERVAL_REASON
+        return Difference(arm, metric_name, metric, description, interval, no_interval_reason)
 
-    def _obstacle(self, arm: str, sides: list[pd.DataFrame], paired: pd.DataFrame) -> str:
-        """Say why the rows measured on an arm and on the baseline (`sides`, in that order) can't be compared; empty if
-        they can. `paired` holds the rows of the seeds that both have."""
-        units = pd.concat(sides)
-        for label, of_arm in zip((arm, self.baseline), sides, strict=True):
-            if of_arm.empty:
+    def _incomparable_reason(self, arm: str, arm_and_baseline: list[pd.DataFrame], paired: pd.DataFrame) -> str:
+        """Say why the rows of an arm and of the baseline (`arm_and_baseline`) can't be compared; empty if they can.
+
+        `paired` holds the rows of the seeds that both have.
+        """
+        units = pd.concat(arm_and_baseline)
+        for label, rows in zip((arm, self.baseline), arm_and_baseline, strict=True):
+            if rows.empty:
                 return f"{label} was not evaluated on it"
         if len(units.drop_duplicates(["data_fingerprint", "sequences", "x", "until"])) > 1:
             return "not measured on the same tokens: the data, sequences or positions differ"
@@ -221,7 +233,7 @@ class ArmComparison:
         return _config_diff(self.arms)
 
     @property
-    def warning(self) -> str:
+    def fairness_warning(self) -> str:
         """Say what differs besides the normalizer (configuration, tokens seen); empty if nothing does."""
         if len(self.arms) == 1:
             return ""
@@ -231,12 +243,12 @@ class ArmComparison:
             ("They started from weights that had seen different numbers", [run.tokens_before_run for run in self.runs]),
             ("The runs have not seen the same number", [run.tokens_seen for run in self.runs]),
         ):
-            agreement, tokens = self.shared_value(counts)
+            agreement, tokens = self.agreement_and_text(counts)
             warnings += [f"{words} of tokens: {tokens}."] * (agreement is False)
         return " ".join(warnings)
 
     @property
-    def divergences(self) -> list[str]:
+    def divergence_notes(self) -> list[str]:
         """Return sentences on how runs diverged."""
         return [
             f"{printable_text(run.name)}: diverged: {printable_text(run.divergence_reason)}"
@@ -244,29 +256,31 @@ class ArmComparison:
             if run.divergence_reason
         ]
 
-    def shared_value(self, values: Sequence[object]) -> tuple[bool | None, str]:
-        """Return whether the `values` of all runs are equal, and the value as text, by arm if arms differ. The first is
-        None if recorded values are equal, but some runs don't record one."""
-        recorded = {plain_text(value) for value in values if value is not None}
-        agreement = False if len(recorded) > 1 else None if None in values else True
-        texts = pd.Series(map(plain_text, values), [label for label, runs in self.arms.items() for _ in runs])
+    def agreement_and_text(self, run_values: Sequence[object]) -> tuple[bool | None, str]:
+        """Return whether `run_values`, one value per run, are equal, and the value as text, by arm if arms differ. The
+        first is None if recorded values are equal, but some runs don't record one."""
+        recorded = {recorded_value_text(value) for value in run_values if value is not None}
+        agreement = False if len(recorded) > 1 else None if None in run_values else True
+        texts = pd.Series(
+            map(recorded_value_text, run_values), [label for label, runs in self.arms.items() for _ in runs]
+        )
         by_arm = texts.groupby(level=0, sort=False).agg(lambda of_arm: ", ".join(of_arm.unique()))
         if by_arm.nunique() == 1:
             return agreement, by_arm.iloc[0]
         return agreement, "; ".join(f"{arm}: {text}" for arm, text in by_arm.items())
 
-    def reference_level(self, unit: str) -> tuple[str, float] | None:
+    def reference_level(self, metric_unit: str) -> tuple[str, float] | None:
         """Return the name and value of a finite reference level, such as the unigram cross-entropy, of a metric
-        measured in `unit`; else None."""
-        metrics = [about for about in self.means["about"].unique() if about.unit == unit]
-        levels = [level for about in metrics for level in about.references if np.isfinite(level[1])]
+        measured in `metric_unit`; else None."""
+        metrics = [metric for metric in self.run_means["about"].unique() if metric.unit == metric_unit]
+        levels = [level for metric in metrics for level in metric.references if np.isfinite(level[1])]
         return next(iter(levels), None)
 
 
 # ---------------------------------------------------------------- rows as reports show them
 
 
-def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
+def drop_selection_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a frame of `evaluation_rows` without held-out documents that choose checkpoints or learning
     rates.
 
@@ -280,19 +294,19 @@ def reporting_rows(rows: pd.DataFrame) -> pd.DataFrame:
     lost = (is_text & ~has_reports).groupby([rows[name] for name in CURVE_COLUMNS], observed=True).transform("any")
     means = grouped_mean(rows[lost], [*CURVE_COLUMNS, "x"], rows["weight"][lost]).assign(sample=np.nan)
     is_named = is_text & ~lost
-    named = {name: rows[name].where(~is_named, rows[name] + f" {REPORTING}") for name in ("metric", "quantity")}
+    named = {name: rows[name].where(~is_named, rows[name] + f" {REPORTING_SUFFIX}") for name in ("metric", "quantity")}
     kept = rows.assign(**named)[~lost & (rows["part"] != "selects")]
     return pd.concat([kept, means], ignore_index=True) if len(means) else kept
 
 
-def rows_at_places(rows: pd.DataFrame) -> pd.DataFrame:
+def merge_bins_into_ranges(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a frame of `evaluation_rows` at the places that reports show. Bins are merged into ranges: a
     unit's value is its mean over the bins within the range.
 
     Ranges are `within 1x`, `1x-2x`, ... of the training length. New columns are `place`, a label, and `order`, by which
     places are sorted.
     """
-    is_bin = rows["shape"] == "bins"
+    is_bin = rows["axis_kind"] == "bins"
     points, bins = rows[~is_bin], rows[is_bin]
     labels = {x: axis_text(x) for x in points["x"].dropna().unique()}
     points = points.assign(place=[labels.get(x, "") for x in points["x"]], order=points["x"])
@@ -307,7 +321,7 @@ def rows_at_places(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([points, ranges.assign(until=ranges["stop"]).drop(columns="stop")]).sort_index()
 
 
-def places(section: pd.DataFrame) -> dict[str, float]:
+def starts_by_place(section: pd.DataFrame) -> dict[str, float]:
     """Return the places of a section by label, each with where it starts. Points are in ascending order, ranges in the
     order of their end divided by the training length."""
     section = section.drop_duplicates("place").sort_values("order", kind="stable")
@@ -316,50 +330,50 @@ def places(section: pd.DataFrame) -> dict[str, float]:
 
 def training_lengths(section: pd.DataFrame) -> list[int]:
     """Return the training lengths of a section's runs, ascending, if its axis is in tokens; else []."""
-    has_tokens = [bool(about.axis) and about.axis.unit == "tokens" for about in section["about"]]
+    has_tokens = [bool(metric.axis) and metric.axis.unit == "tokens" for metric in section["about"]]
     return sorted(set(section["seq_len"][has_tokens]))
 
 
-def run_interval(units: pd.DataFrame, mean: float) -> Interval | None:
+def run_interval(unit_rows: pd.DataFrame, mean: float) -> Interval | None:
     """Return the 95 % interval of the mean of a run's units at one point. None if the metric has no intervals, or too
     few documents were measured."""
-    about = units["about"].iloc[0]
-    if not about.interval or units["sample"].isna().any():
+    metric = unit_rows["about"].iloc[0]
+    if not metric.interval or unit_rows["sample"].isna().any():
         return None
-    arrays = (units[name].to_numpy() for name in ("value", "weight", "group"))
-    if about.units == "questions":
+    arrays = (unit_rows[name].to_numpy() for name in ("value", "weight", "group"))
+    if metric.units == "questions":
         return interval_over_questions(*arrays, mean)
     interval = interval_over_documents(*arrays)
     return interval and replace(interval, mean=mean)
 
 
-def _mean_interval(of_runs: list[Interval | None], values: np.ndarray, about: Metric) -> Interval | None:
+def _mean_interval(run_intervals: list[Interval | None], run_means: np.ndarray, metric: Metric) -> Interval | None:
     """Return the interval of the mean of an arm's runs: a single run's own interval, else Student's t interval over
     seeds. If runs have Wilson intervals, the interval over seeds is widened to contain each of them."""
-    if len(of_runs) == 1:
-        return of_runs[0]
-    seed_interval = estimate_over_seeds(values).interval()
-    if about.units != "questions" or None in of_runs:
+    if len(run_intervals) == 1:
+        return run_intervals[0]
+    seed_interval = estimate_over_seeds(run_means).interval()
+    if metric.units != "questions" or None in run_intervals:
         return seed_interval
-    intervals = [*of_runs, *[seed_interval] * seed_interval.is_bounded]
+    intervals = [*run_intervals, *[seed_interval] * seed_interval.is_bounded]
     low, high = min(interval.low for interval in intervals), max(interval.high for interval in intervals)
-    return Interval(float(values.mean()), max(0.0, low), min(1.0, high), seed_interval.noise_source)
+    return Interval(float(run_means.mean()), max(0.0, low), min(1.0, high), seed_interval.noise_source)
 
 
-def paired_interval(paired: pd.DataFrame, means: np.ndarray) -> Interval | None:
+def paired_interval(paired_rows: pd.DataFrame, seed_means: np.ndarray) -> Interval | None:
     """Return the interval of the mean of paired differences at one point: Student's t over seeds, or for one seed over
-    documents. `means`: mean differences by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
-    if len(means) > 1:
-        return estimate_over_seeds(means).interval()
-    return interval_over_documents(*(paired[name].to_numpy() for name in ("value", "weight", "group")))
+    documents. `seed_means`: mean differences by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
+    if len(seed_means) > 1:
+        return estimate_over_seeds(seed_means).interval()
+    return interval_over_documents(*(paired_rows[name].to_numpy() for name in ("value", "weight", "group")))
 
 
-def clip_interval(interval: Interval | None, about: Metric) -> Interval | None:
+def clip_interval(interval: Interval | None, metric: Metric) -> Interval | None:
     """Return the interval of a difference as reports show it: None if an end is open; for fractions its ends are
     clipped to [-1, 1]."""
     if interval is None or not interval.is_bounded:
         return None
-    limit = 1.0 if about.unit == "fraction" else np.inf
+    limit = 1.0 if metric.unit == "fraction" else np.inf
     return replace(interval, low=max(-limit, interval.low), high=min(limit, interval.high))
 
 
@@ -459,4 +473,4 @@ def _config_diff(arms: Mapping[object, list[RunRecord]]) -> dict[str, tuple[str,
 
 def _keys_besides_normalizer(config_diff: Iterable[str]) -> list[str]:
     """Return the keys in which arms differ that decide what a run learns, without those of the normalizer."""
-    return [key for key in config_diff if distinguishes_arms(key) and not key.startswith(_NORMALIZER_PREFIXES)]
+    return [key for key in config_diff if distinguishes_arms(key) and not key.startswith(_NORMALIZER_KEY_PREFIXES)]

@@ -12,12 +12,12 @@ from lm.config.normalizers import description
 from lm.plain import Plain, flatten
 from lm.report.comparison import (
     ArmComparison,
-    Arms,
+    ArmMean,
     Difference,
-    MeanOfArm,
     MetricName,
-    places,
+    RunsByArm,
     seeds_text,
+    starts_by_place,
     training_lengths,
 )
 from lm.report.tables import (
@@ -26,26 +26,27 @@ from lm.report.tables import (
     Table,
     four_digit_text,
     number_text,
-    plain_text,
     printable_text,
+    recorded_value_text,
 )
 from lm.runs.evaluations import Metric
 from lm.runs.folder import DIVERGED_KEY, PEAK_MEMORY_KEY, highest_logged
 from lm.runs.record import RunRecord
 
-BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
-REPORTING_NOTE = (
+# side of zero on which differences are improvements, by the better direction
+BETTER_SIDE_OF_ZERO = {"lower": "below zero", "higher": "above zero", "none": ""}
+REPORT_TEXT_NOTE = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third "
     "that selects rates and checkpoints"
 )
 ONE_SEED_NOTE = (
     "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far."
 )
-OWN_SEEDS_NOTE = (
+DIFFERENT_SEEDS_NOTE = (
     "arms were measured with different seeds: means are over each arm's own, differences over the seeds "
     "that both arms have"
 )
-AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show `Fact.agrees`
+AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show `RunProperty.runs_agree`
 
 
 def comparison_tables(comparison: ArmComparison) -> tuple[Table, ...]:
@@ -58,48 +59,48 @@ def comparison_tables(comparison: ArmComparison) -> tuple[Table, ...]:
 
 def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
     """Return the table of one section of `comparison_tables`."""
-    title, shape = section[["title", "shape"]].iloc[0]
-    runs_by_row = section.groupby(["subject", "setting", "arm"], sort=False)["run"].unique().to_dict()
+    title, axis_kind = section[["title", "axis_kind"]].iloc[0]
+    runs_by_row = section.groupby(["task_label", "setting", "arm"], sort=False)["run"].unique().to_dict()
     settings = dict.fromkeys(row[:2] for row in runs_by_row)
     rows = [row for pair, arm in product(settings, comparison.arms) if (row := (*pair, arm)) in runs_by_row]
-    subjects, setting_names, arms = (list(texts) for texts in zip(*rows, strict=True))
-    labels = {"arm": arms, "task": subjects, "inference setting": setting_names}
+    task_labels, setting_names, arms = (list(texts) for texts in zip(*rows, strict=True))
+    labels = {"arm": arms, "task": task_labels, "inference setting": setting_names}
     columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if any(texts)]
     columns.append((Column("seeds"), [str(len(runs_by_row[row])) for row in rows]))
     diverged = [sum(comparison.runs[run].state == DIVERGED_KEY for run in runs_by_row[row]) for row in rows]
     columns += [(Column("diverged"), [str(count) for count in diverged])] if any(diverged) else []
     levels, lengths = list[FilledColumn](), training_lengths(section)
     for quantity, means in section.groupby("quantity", sort=False):
-        about, has_units = means["about"].iloc[0], means["sample"].notna().any()
-        names = [MetricName(title, shape, quantity, subject, setting) for subject, setting, _ in rows]
-        for place, start in places(section).items():
-            cells = [comparison.cells.get((name, place, arm)) for name, arm in zip(names, arms, strict=True)]
+        metric, has_units = means["about"].iloc[0], means["sample"].notna().any()
+        names = [MetricName(title, axis_kind, quantity, task_label, setting) for task_label, setting, _ in rows]
+        for place, start in starts_by_place(section).items():
+            cells = [comparison.arm_means.get((name, place, arm)) for name, arm in zip(names, arms, strict=True)]
             heading = place
-            if shape == "points" and len(lengths) == 1:
+            if axis_kind == "points" and len(lengths) == 1:
                 heading = f"{place}, {start / lengths[0]:g}x"
-            if shape != "points" or section["quantity"].nunique() > 1:
+            if axis_kind != "points" or section["quantity"].nunique() > 1:
                 heading = f"{quantity} {heading}".strip()
-            columns.append(_mean_column(heading, about, cells))
-        if shape == "number":
-            unit = _short_unit(about.unit)
+            columns.append(_mean_column(heading, metric, cells))
+        if axis_kind == "number":
+            unit = _short_unit(metric.unit)
             if has_units and any(len(of_arm) > 1 for of_arm in comparison.arms.values()):
                 spreads = [number_text(cell and cell.spread) for cell in cells]
                 columns.append((Column("sd over seeds", unit), spreads))
-            for level in dict(about.references):
-                values = [number_text(cell and dict(cell.about.references).get(level)) for cell in cells]
+            for level in dict(metric.references):
+                values = [number_text(cell and dict(cell.metric.references).get(level)) for cell in cells]
                 levels.append((Column(level, unit), values))
-    title += " in training lengths" if shape == "bins" else ""
+    title += " in training lengths" if axis_kind == "bins" else ""
     return Table(title, _short_unit(section["about"].iloc[0].unit), (*columns, *levels))
 
 
-def _mean_column(heading: str, about: Metric, cells: Sequence[MeanOfArm | None]) -> FilledColumn:
-    """Return a column of a table with a row for each arm: the arm's mean of the metric `about` at one point or range of
+def _mean_column(heading: str, metric: Metric, cells: Sequence[ArmMean | None]) -> FilledColumn:
+    """Return a column of a table with a row for each arm: the arm's mean of the metric at one point or range of
     the metric's axis, such as one sequence length, with its interval if it has one. A cell is None without a mean."""
     sources = dict.fromkeys(cell.interval.noise_source for cell in cells if cell and cell.interval)
-    unit, options = _short_unit(about.unit), {}
+    unit, options = _short_unit(metric.unit), {}
     if sources:
         unit += f", 95% interval over {' or over '.join(sources)}, alone"
-        options = {"kind": "mean", "decimals": 3 if about.unit == "fraction" else 4}
+        options = {"kind": "mean", "decimals": 3 if metric.unit == "fraction" else 4}
     return Column(heading, unit, **options), [cell and (cell.interval or number_text(cell.mean)) for cell in cells]
 
 
@@ -112,40 +113,40 @@ def _difference_table(comparison: ArmComparison, differences: list[Difference]) 
     """Return a table of differences. Differences whose intervals cover different noise stand in different columns."""
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [difference.arm for difference in differences]),
-        (Column("metric", kind="label"), [difference.subject for difference in differences]),
-        (Column("measured in", kind="label"), [_short_unit(difference.about.unit) for difference in differences]),
-        (Column("better", kind="label"), [BETTER_SIDE[difference.about.better] for difference in differences]),
+        (Column("metric", kind="label"), [difference.description for difference in differences]),
+        (Column("measured in", kind="label"), [_short_unit(difference.metric.unit) for difference in differences]),
+        (Column("better", kind="label"), [BETTER_SIDE_OF_ZERO[difference.metric.better] for difference in differences]),
     ]
     intervals = [difference.interval for difference in differences]
     for noise_source in dict.fromkeys(interval.noise_source for interval in intervals):
         cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
         columns.append((Column("difference", f"95% interval over {noise_source}, alone", "difference"), cells))
-    return Table(f"Differences to {comparison.names[0]}", "", tuple(columns))
+    return Table(f"Differences to {comparison.arm_labels[0]}", "", tuple(columns))
 
 
 def comparison_notes(comparison: ArmComparison) -> list[str]:
     """Return notes on the documents and seeds over which means are taken, and on why differences are missing."""
-    lines = [REPORTING_NOTE] * bool((comparison.rows["part"] == "reports").any())
+    lines = [REPORT_TEXT_NOTE] * bool((comparison.titled_rows["part"] == "reports").any())
     intervals = [difference.interval for difference in comparison.differences if difference.interval]
     lines += [ONE_SEED_NOTE] * any(interval.noise_source.endswith(", 1 seed") for interval in intervals)
-    seeds = comparison.means.groupby(["name", "arm"])["seeds"].agg(frozenset)
+    seeds = comparison.run_means.groupby(["name", "arm"])["seeds"].agg(frozenset)
     differ_in_seeds = (seeds.groupby("name").nunique() > 1).any()
-    lines += [OWN_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
+    lines += [DIFFERENT_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
     missing = pd.DataFrame(
-        [(of.reason, of.subject, of.arm) for of in comparison.differences if of.reason],
-        columns=["reason", "subject", "arms"],
+        [(of.no_interval_reason, of.description, of.arm) for of in comparison.differences if of.no_interval_reason],
+        columns=["reason", "description", "arms"],
     )
-    # arms by reason and subject, then subjects by reason and arms
-    missing = missing.groupby(["reason", "subject"], sort=False)["arms"].agg(", ".join).reset_index()
-    for (arms, reason), subjects in missing.groupby(["arms", "reason"], sort=False)["subject"]:
-        lines.append(f"difference of {arms} in {'; '.join(subjects)} is not given: {reason}")
+    # arms by reason and description, then descriptions by reason and arms
+    missing = missing.groupby(["reason", "description"], sort=False)["arms"].agg(", ".join).reset_index()
+    for (arms, reason), descriptions in missing.groupby(["arms", "reason"], sort=False)["description"]:
+        lines.append(f"difference of {arms} in {'; '.join(descriptions)} is not given: {reason}")
     return lines
 
 
 # ---------------------------------------------------------------- what a run took
 
 
-def cost_table(arms: Arms, title: str = "What a run took") -> Table:
+def cost_table(arms: RunsByArm, title: str = "What a run took") -> Table:
     """Return a table of the mean costs of a run, one row per arm, without costs that no run folder records."""
     means = [pd.DataFrame([_run_costs(run) for run in runs], dtype=float).mean() for runs in arms.values()]
     columns: list[FilledColumn] = [
@@ -156,7 +157,8 @@ def cost_table(arms: Arms, title: str = "What a run took") -> Table:
         cells = [None if np.isnan(cost[name, unit]) else four_digit_text(cost[name, unit]) for cost in means]
         columns += [(Column(name, unit), cells)] if any(cells) else []
     devices = [
-        ", ".join(dict.fromkeys(plain_text(run.recorded_setting("device")) for run in runs)) for runs in arms.values()
+        ", ".join(dict.fromkeys(recorded_value_text(run.recorded_setting("device")) for run in runs))
+        for runs in arms.values()
     ]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
@@ -185,29 +187,33 @@ def _run_costs(run: RunRecord) -> dict[tuple[str, str], float | None]:
 
 
 @dataclass(frozen=True)
-class Fact:
+class RunProperty:
     """Holds a setting or measurement of all runs: its value as text, by arm if arms differ, and whether all runs agree.
 
-    `agrees` is None if it is unknown whether runs agree. `is_condition`: whether a fair comparison needs the runs to
+    `runs_agree` is None if it is unknown whether runs agree. `must_agree`: whether a fair comparison needs the runs to
     agree.
     """
 
     name: str
-    agrees: bool | None
+    runs_agree: bool | None
     value: str
-    is_condition: bool = True
+    must_agree: bool = True
 
 
-def run_facts(comparison: ArmComparison) -> list[Fact]:
-    """Return facts on the settings of all runs and on how the runs were measured; conditions of a fair comparison come
-    first."""
+def run_properties(comparison: ArmComparison) -> list[RunProperty]:
+    """Return the settings of all runs, and how the runs were measured; first the properties in which the runs of a fair
+    comparison agree."""
     runs, arms = comparison.runs, comparison.arms
-    by_run = [_conditions(run) for run in runs]
-    facts = {name: Fact(name, *comparison.shared_value([of_run[name] for of_run in by_run])) for name in by_run[0]}
+    by_run = [_fairness_conditions(run) for run in runs]
+    properties = {
+        name: RunProperty(name, *comparison.agreement_and_text([of_run[name] for of_run in by_run]))
+        for name in by_run[0]
+    }
     seed_lists = {tuple(run.seeds for run in of_arm) for of_arm in arms.values()}
-    facts["seeds"] = replace(facts["seeds"], agrees=len(seed_lists) == 1)
-    if facts["code"].agrees and "uncommitted" in facts["code"].value:  # equal commits need not be equal code
-        facts["code"] = replace(facts["code"], agrees=None)
+    properties["seeds"] = replace(properties["seeds"], runs_agree=len(seed_lists) == 1)
+    # equal commits need not be equal code
+    if properties["code"].runs_agree and "uncommitted" in properties["code"].value:
+        properties["code"] = replace(properties["code"], runs_agree=None)
     values: dict[str, list[Plain]] = {}
     for section in comparison.sections:
         amounts = {run: _sequences_text(rows) for run, rows in section.groupby("run")}
@@ -216,13 +222,16 @@ def run_facts(comparison: ArmComparison) -> list[Fact]:
     versions = [run.environment.get("versions") or {} for run in runs]
     values["versions"] = [", ".join(f"{name} {of[name]}" for name in of) or None for of in versions]
     return [
-        *facts.values(),
-        *(Fact(f"normalizer: {arm}", None, _normalizer_text(of_arm[0]), False) for arm, of_arm in arms.items()),
-        *(Fact(name, *comparison.shared_value(of_runs), is_condition=False) for name, of_runs in values.items()),
+        *properties.values(),
+        *(RunProperty(f"normalizer: {arm}", None, _normalizer_text(of_arm[0]), False) for arm, of_arm in arms.items()),
+        *(
+            RunProperty(name, *comparison.agreement_and_text(of_runs), must_agree=False)
+            for name, of_runs in values.items()
+        ),
     ]
 
 
-def _conditions(run: RunRecord) -> dict[str, Plain]:
+def _fairness_conditions(run: RunRecord) -> dict[str, Plain]:
     """Return the settings and counts of a run in which the runs of a fair comparison agree."""
     total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
     evaluated_after = {evaluation.tokens_seen for evaluation in run.evaluations}
@@ -245,15 +254,17 @@ def _conditions(run: RunRecord) -> dict[str, Plain]:
     }
 
 
-def facts_table(comparison: ArmComparison) -> Table:
-    """Return a table with a row for each of the `run_facts`; with several arms, a column says which conditions of a
-    fair comparison hold."""
-    facts = run_facts(comparison)
-    agreements = [AGREEMENT_TEXTS[fact.agrees] if fact.is_condition else "" for fact in facts]
+def properties_table(comparison: ArmComparison) -> Table:
+    """Return a table with a row for each of the `run_properties`; with several arms, a column says which conditions of
+    a fair comparison hold."""
+    properties = run_properties(comparison)
+    agreements = [
+        AGREEMENT_TEXTS[run_property.runs_agree] if run_property.must_agree else "" for run_property in properties
+    ]
     columns: list[FilledColumn] = [
-        (Column("what", kind="label"), [fact.name for fact in facts]),
+        (Column("what", kind="label"), [run_property.name for run_property in properties]),
         *[(Column("same in all runs", kind="label"), agreements)] * (len(comparison.arms) > 1),
-        (Column("value", kind="words"), [fact.value for fact in facts]),
+        (Column("value", kind="words"), [run_property.value for run_property in properties]),
     ]
     return Table("Runs and environment", "", tuple(columns))
 
@@ -271,7 +282,7 @@ def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], b
 
 def _sequences_text(rows: pd.DataFrame) -> str | None:
     """Return the number and length of the sequences of rows, by task; None if no metric says it."""
-    amounts = dict.fromkeys(zip(rows["subject"], (about.amount for about in rows["about"]), strict=True))
+    amounts = dict.fromkeys(zip(rows["task_label"], (metric.amount for metric in rows["about"]), strict=True))
     return "; ".join(": ".join(filter(None, pair)) for pair in amounts if pair[1]) or None
 
 

@@ -12,13 +12,13 @@ import pandas as pd
 
 from lm.errors import abbreviate
 from lm.plain import Plain
-from lm.report.comparison import NO_INTERVAL_REASON, rows_at_places, run_interval
+from lm.report.comparison import NO_INTERVAL_REASON, merge_bins_into_ranges, run_interval
 from lm.report.tables import Column, FilledColumn, Table, axis_text, number_text, print_tables, table_bytes
 from lm.runs.evaluations import CURVE_COLUMNS, Evaluation, Metric, evaluation_rows, overall_means, point_means
 
-MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
+MAX_METRIC_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
-MAX_NUMBERS = 24
+MAX_PRINTED_NUMBERS = 24
 RUN_HEADING = "run, step"  # heading
 
 
@@ -38,7 +38,9 @@ class EvaluationResult:
 
 
 def result_rows(evaluation: Evaluation) -> list[dict[str, Plain]]:
-    """Return all means at places (`rows_at_places`), reference levels, and overall means over bins. Keys of a row:
+    """Return all means at points and ranges (`merge_bins_into_ranges`), reference levels, and overall means over bins.
+
+    Keys of a row:
 
     setting: inference setting; empty: the evaluation has none.
     where: task and place in words: positions, lengths, depths ...; empty: the whole evaluation.
@@ -46,25 +48,25 @@ def result_rows(evaluation: Evaluation) -> list[dict[str, Plain]]:
     value, low, high: the mean and the ends of its 95 % interval, if it has one.
     over: what the interval covers, or why there is no interval.
     quantity: its name in reports; levels are named after it.
-    curve: the task, if the row is a place of a metric that is printed without intervals; else None.
+    curve: the task, if the row is a point or range of a metric that is printed without intervals; else None.
     """
     measurements = evaluation_rows([evaluation])
-    units = rows_at_places(measurements)
+    units = merge_bins_into_ranges(measurements)
     indices = units.groupby([*CURVE_COLUMNS, "place"], sort=False, observed=True).indices
-    overall = {_curve_of(mean): mean for mean in overall_means(measurements).itertuples()}
+    overall = {_curve_key(mean): mean for mean in overall_means(measurements).itertuples()}
     rows: list[dict[str, Plain]] = []
-    for key, means in groupby(point_means(units).itertuples(), _curve_of):
-        about = key[0]
+    for key, means in groupby(point_means(units).itertuples(), _curve_key):
+        metric = key[0]
         for mean in means:
-            is_bin, axis, at = mean.shape == "bins", about.axis, ""
+            is_bin, axis, at = mean.axis_kind == "bins", metric.axis, ""
             if axis:
                 at = f"{axis_text(mean.x)}-{axis_text(mean.until)}" if is_bin else axis_text(mean.x)
                 at = f"{at} {axis.unit}" if axis.unit else f"{axis.name} {at}"
-            name, has_interval = mean.metric if mean.logged else mean.quantity, about.interval and not is_bin
-            row = {"setting": mean.setting, "where": ", ".join(filter(None, (mean.subject, at))), "metric": name}
+            name, has_interval = mean.metric if mean.logged else mean.quantity, metric.interval and not is_bin
+            row = {"setting": mean.setting, "where": ", ".join(filter(None, (mean.task_label, at))), "metric": name}
             row |= {"value": mean.value, "low": None, "high": None, "over": "", "quantity": mean.quantity}
-            row |= {"curve": None if has_interval else mean.subject} | ({"metric": mean.quantity} if is_bin else {})
-            levels = [(f"{mean.quantity}: {level}", value) for level, value in about.references]
+            row |= {"curve": None if has_interval else mean.task_label} | ({"metric": mean.quantity} if is_bin else {})
+            levels = [(f"{mean.quantity}: {level}", value) for level, value in metric.references]
             levels = [row | {"metric": level, "quantity": level, "value": value} for level, value in levels]
             if has_interval:
                 interval = run_interval(units.iloc[indices[(0, *key, mean.place)]], mean.value)
@@ -73,12 +75,13 @@ def result_rows(evaluation: Evaluation) -> list[dict[str, Plain]]:
                     row |= {"low": interval.low, "high": interval.high, "over": interval.noise_source}
             rows += [row, *levels]
         if is_bin:
-            whole = {"where": mean.subject, "metric": name, "value": overall[key].value, "curve": None}
+            whole = {"where": mean.task_label, "metric": name, "value": overall[key].value, "curve": None}
             rows.append(row | whole)
     return rows
 
 
-def _curve_of(mean: NamedTuple) -> tuple[Metric, str, str]:
+def _curve_key(mean: NamedTuple) -> tuple[Metric, str, str]:
+    """Return what the means of one curve have in common: metric, task and inference setting."""
     return mean.about, mean.task, mean.setting
 
 
@@ -105,7 +108,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         )
         shown = _printed_rows(rows)
         if len(shown):
-            print_tables(_table(title, shown))
+            print_tables(_result_table(title, shown))
         if len(logged := rows["metric"][rows["metric"] != rows["quantity"]].unique()):
             print(abbreviate(f"in metrics.jsonl: {', '.join(logged)}"))
         if omitted_count := len(rows) - len(shown):
@@ -121,19 +124,19 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
 def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of one kind of evaluation that the terminal shows: overall means of many metrics, and the first
     and last values of long curves."""
-    if rows["quantity"].nunique() > MAX_COLUMNS:
+    if rows["quantity"].nunique() > MAX_METRIC_COLUMNS:
         return rows[rows["where"] == ""]
-    if rows["low"].isna().groupby(rows[RUN_HEADING]).sum().max() <= MAX_NUMBERS:
+    if rows["low"].isna().groupby(rows[RUN_HEADING]).sum().max() <= MAX_PRINTED_NUMBERS:
         return rows
     keys, points = [RUN_HEADING, "setting", "quantity", "curve"], rows[rows["curve"].notna()]
     is_inside = points.duplicated(keys, keep="first") & points.duplicated(keys, keep="last")
     return rows.drop(points.index[is_inside])
 
 
-def _table(title: str, rows: pd.DataFrame) -> Table:
+def _result_table(title: str, rows: pd.DataFrame) -> Table:
     """Return a table with a row for each run, inference setting and place, and a column for each metric. More than
-    `MAX_COLUMNS` metrics have a row each instead. Label columns that tell no rows apart are left out."""
-    has_metric_rows, units, cells = rows["quantity"].nunique() > MAX_COLUMNS, {}, {}
+    `MAX_METRIC_COLUMNS` metrics have a row each instead. Label columns that tell no rows apart are left out."""
+    has_metric_rows, units, cells = rows["quantity"].nunique() > MAX_METRIC_COLUMNS, {}, {}
     for row in rows.to_dict("records"):
         text = number_text(row["value"])
         if pd.notna(row["low"]):

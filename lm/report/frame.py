@@ -89,7 +89,7 @@ def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.D
     rows = evaluation_rows([evaluation])
     about, has_unit = rows["about"], rows["sample"].notna()
     levels = {metric: chance_level(metric)[1] for metric in about.cat.categories}
-    columns = run_values | {"task": rows["subject"], "tokens": rows["tokens_seen"]}
+    columns = run_values | {"task": rows["task_label"], "tokens": rows["tokens_seen"]}
     columns["chance"] = [levels[metric] for metric in about]
     columns["part"] = rows["part"].mask((rows["part"] == "") & has_unit, "reports")
     # a number of which only the mean is stored has neither sequences nor a weight

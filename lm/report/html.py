@@ -18,13 +18,13 @@ from lm.files import write_together
 from lm.plain import Plain
 from lm.report.comparison import ArmComparison
 from lm.report.comparison_pictures import (
-    LOSSES,
+    LOSS_TITLES,
     DrawnRun,
-    axis_pictures,
     curves_picture,
     drawn_runs,
-    heat_maps,
     parameter_picture,
+    section_pictures,
+    task_heat_maps,
 )
 from lm.report.comparison_tables import (
     ONE_SEED_NOTE,
@@ -33,22 +33,22 @@ from lm.report.comparison_tables import (
     configuration_table,
     cost_table,
     data_text,
-    facts_table,
+    properties_table,
 )
-from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Table, four_digit_text, plain_text, printable_text, to_csv
+from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_css
+from lm.report.tables import Table, four_digit_text, printable_text, recorded_value_text, to_csv
 from lm.runs.record import RunRecord
 
 COST_NOTE = (
     "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
     "device with the same load: runs that are under way at once share it. FLOPs are computed, not measured."
 )
-TEXT_NOTE = (
+SELECTION_TEXT_NOTE = (
     "Held-out documents, or a task's sequences, are divided by a hash: about a third, the selection text, chooses "
     "learning rates and checkpoints. The others, the report text or reporting documents, give the numbers by which "
     "arms are compared."
 )
-PAGE = "report.html"
+PAGE_FILE = "report.html"
 BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "details"]
 
 
@@ -81,34 +81,34 @@ class PageSection:
 
 
 @dataclass(frozen=True)
-class Answer:
+class VerdictCard:
     """Holds the content of a card on the page: the verdict on an arm, or on an arm at one model size."""
 
     arm: str
     verdict: str
     reason: str
     tone: Literal["good", "bad", ""] = ""
-    # effect, value, ends: the name of the effect, its value, and its interval, in words; empty: unknown
-    effect: str = ""
-    value: str = ""
-    ends: str = ""
+    # the name of the effect, its value, and its interval, in words; empty: unknown
+    effect_name: str = ""
+    effect_text: str = ""
+    interval_text: str = ""
     noise_source: str = ""  # the noise that the interval covers; empty if the verdict names it
-    # where mean, ends, zero and ends of the margin are drawn, in per cent of the drawing's width; None: the effect has
-    # no ends
+    # where mean, ends of the interval, zero and ends of the margin are drawn, in per cent of the drawing's width; None:
+    # the effect has no interval
     drawn_positions: tuple[float, ...] | None = None
-    marks: tuple[str, ...] = ()  # labels written under zero and under the ends of the margin
+    margin_labels: tuple[str, ...] = ()  # labels written under zero and under the ends of the margin
 
 
 @dataclass(frozen=True)
 class Page:
     """Holds a page on a comparison or an experiment. `margin_note`: a note that explains the shaded region in the
-    drawings of its answers."""
+    drawings of its verdicts."""
 
     name: str
     sections: list[PageSection]
     introduction: list[str]  # what was trained, and on which text numbers are
     question: str = ""
-    answers: list[Answer] = field(default_factory=list)
+    verdict_cards: list[VerdictCard] = field(default_factory=list)
     margin_note: str = ""
 
 
@@ -127,18 +127,18 @@ def page_html(page: Page) -> str:
     )
     return environment.from_string(template).render(
         page=page,
-        inline=inline,
+        inline_svg=inline_svg,
         zip=zip,
         script=script,
         script_sha256=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         light=light,
         dark=dark,
         arms="\n".join(f".arm-{number} {{ color: var(--arm-{number}); }}" for number in range(len(COLOURS))),
-        pictures=dark_style(),
+        pictures=dark_css(),
     )
 
 
-def inline(picture: Picture) -> Markup:
+def inline_svg(picture: Picture) -> Markup:
     """Return the SVG of a picture for embedding in the page, without the file header, and without the colour rules,
     which the page has once."""
     return Markup(re.sub(r"^.*?(?=<svg )|<style>@media.*?</style>", "", picture.svg, flags=re.DOTALL))
@@ -147,11 +147,11 @@ def inline(picture: Picture) -> Markup:
 # ---------------------------------------------------------------- runs on the page
 
 
-def trained_words(runs: Sequence[RunRecord]) -> str:
+def training_summary(runs: Sequence[RunRecord]) -> str:
     """Say what runs trained: parameters, steps, tokens and text; empty without runs."""
 
     def listed(values: Iterable[Plain]) -> str:
-        return " or ".join(dict.fromkeys(map(plain_text, values)))
+        return " or ".join(dict.fromkeys(map(recorded_value_text, values)))
 
     def millions(counts: Iterable[int | None]) -> str:
         return listed(count and four_digit_text(count / 1e6) for count in counts)
@@ -174,58 +174,58 @@ def introduction(runs: Sequence[Sequence[RunRecord]]) -> list[str]:
     has_text = any(
         (evaluation.frame["part"] != "").any() for of_size in runs for run in of_size for evaluation in run.evaluations
     )
-    return [*filter(None, map(trained_words, runs)), *[TEXT_NOTE] * has_text]
+    return [*filter(None, map(training_summary, runs)), *[SELECTION_TEXT_NOTE] * has_text]
 
 
 def run_sections(
-    names: Sequence[str],
+    arm_labels: Sequence[str],
     runs: Sequence[DrawnRun],
     comparison: ArmComparison | None,
-    size: str = "",
-    titles: Mapping[str, tuple[str, str]] = LOSSES,
-    tuning: PageSection | None = None,
+    model_size: str = "",
+    metric_titles: Mapping[str, tuple[str, str]] = LOSS_TITLES,
+    tuning_section: PageSection | None = None,
     is_omitted: Callable[[str], bool] = lambda key: False,
 ) -> list[PageSection]:
     """Return the page's sections on runs: while training, measurements, costs, and what the runs share or differ in.
 
     Args:
-        names: names of all arms, whose order decides their colours.
+        arm_labels: labels of all arms, whose order decides their colours.
         runs: the runs that have begun.
         comparison: the comparison of finished runs; None: there are none.
-        size: the model size, with which the names of the sections' files begin, and titles end; empty: there is one.
-        titles: as in `curves_picture`.
-        tuning: a section that follows the first.
+        model_size: the model size, with which names of the sections' files begin, and titles end; empty: there is one.
+        metric_titles: as in `curves_picture`.
+        tuning_section: a section that follows the first.
         is_omitted: whether to leave out a configuration key that arms differ in.
     """
-    prefix, suffix = (f"{size}-", f", {size}") if size else ("", "")
+    prefix, suffix = (f"{model_size}-", f", {model_size}") if model_size else ("", "")
     training = PageSection(f"While training{suffix}")
-    training.add("picture", curves_picture(names, runs, titles, comparison), f"{prefix}curves")
-    training.add("picture", parameter_picture(names, runs), f"{prefix}normalizer-parameters")
-    sections = [training] if tuning is None else [training, tuning]
+    training.add("picture", curves_picture(arm_labels, runs, metric_titles, comparison), f"{prefix}curves")
+    training.add("picture", parameter_picture(arm_labels, runs), f"{prefix}normalizer-parameters")
+    sections = [training] if tuning_section is None else [training, tuning_section]
     if comparison is None:
         return sections
     headings = ("Measured at the end", "Cost", "What differs, and what does not")
     measured, cost, shared = (PageSection(f"{heading}{suffix}") for heading in headings)
-    tables, pictures = comparison_tables(comparison), axis_pictures(comparison)
+    tables, pictures = comparison_tables(comparison), section_pictures(comparison)
     for number, (table, picture) in enumerate(zip(tables, pictures, strict=False), 1):
         measured.add("picture", picture, f"{prefix}measured-{number}-picture")
         measured.add("table", table, f"{prefix}measured-{number}")
-    for number, picture in enumerate(heat_maps(comparison), 1):
+    for number, picture in enumerate(task_heat_maps(comparison), 1):
         measured.add("picture", picture, f"{prefix}map-{number}")
     for table in tables[len(pictures) :]:
         measured.add("table", table, f"{prefix}measured-differences")
-    measured.add("list", comparison.divergences)
+    measured.add("list", comparison.divergence_notes)
     cost.add("table", cost_table(comparison.arms, f"What a run took{suffix}"), f"{prefix}cost")
     cost.add("note", COST_NOTE)
     if comparison.config_diff:
         shared.add("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
-    shared.add("table", facts_table(comparison), f"{prefix}environment")
+    shared.add("table", properties_table(comparison), f"{prefix}environment")
     return [*sections, measured, cost, shared]
 
 
 def run_details(run: DrawnRun) -> tuple[str, str]:
     """Return two texts: a run's label with the command that started the run, and the run's configuration as YAML."""
-    return f"{run.label}: {plain_text(run.record.environment_entry('command'))}", dump_yaml(run.record.config)
+    return f"{run.label}: {recorded_value_text(run.record.environment_entry('command'))}", dump_yaml(run.record.config)
 
 
 def page_files(page: Page, folder: Path) -> dict[Path, bytes]:
@@ -239,7 +239,7 @@ def page_files(page: Page, folder: Path) -> dict[Path, bytes]:
         is_table = isinstance(block.content, Table)
         suffix, text = ("csv", to_csv((block.content,))) if is_table else ("svg", block.content.svg)
         contents[folder / f"{block.name}.{suffix}"] = text.encode()
-    return contents | {folder / PAGE: page_html(page).encode()}
+    return contents | {folder / PAGE_FILE: page_html(page).encode()}
 
 
 def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
@@ -252,13 +252,13 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     summary, commands = PageSection("Summary"), PageSection("Runs")
     notes = comparison_notes(comparison)
     warnings = [note for note in notes if note == ONE_SEED_NOTE]
-    if comparison.warning:
-        warnings.append(f"{comparison.warning} A difference below can't be put down to the normalizer alone.")
-    summary.add("warning", warnings + comparison.divergences)
+    if comparison.fairness_warning:
+        warnings.append(f"{comparison.fairness_warning} A difference below can't be put down to the normalizer alone.")
+    summary.add("warning", warnings + comparison.divergence_notes)
     summary.add("list", [note for note in notes if note != ONE_SEED_NOTE])
     for run in runs:
         commands.add("details", run_details(run))
-    sections = [summary, *run_sections(comparison.names, runs, comparison), commands]
+    sections = [summary, *run_sections(comparison.arm_labels, runs, comparison), commands]
     run_names = (
         f": {', '.join(printable_text(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
     )
@@ -266,4 +266,4 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     table = to_csv(comparison_tables(comparison)).encode()
     contents = page_files(page, folder) | {folder / "table.csv": table}
     write_together(contents, "the report")
-    return folder / PAGE
+    return folder / PAGE_FILE

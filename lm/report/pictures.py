@@ -49,21 +49,21 @@ MARKERS = "osD^vP*"
 # dash patterns, each of seven arms; dotted lines are reference levels
 DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)))
 
-Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword arguments of matplotlib's `plot`
+LineStyle = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword arguments of matplotlib's `plot`
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
     """Holds the points of one arm, or of one of the arm's seeds, in a panel, and says how they are drawn."""
 
-    arm: int  # number of the trace's colour and marker
+    arm_index: int  # number of the trace's colour and marker
     label: str  # arm and seed of the trace, such as `ssmax, seed 3`
     # x, y: coordinates of the points, (points,); NaN where a value is unknown
     x: np.ndarray
     y: np.ndarray
     # thin line (`seed`), thick line with interval as band (`mean`), `dots`, points with bars (`interval`), rings around
     # points (`chosen`), crosses at the top (`diverged`)
-    kind: Literal["seed", "mean", "dots", "interval", "chosen", "diverged"]
+    drawn_as: Literal["seed", "mean", "dots", "interval", "chosen", "diverged"]
     # low, high: ends of the interval, (points,); None: there are none
     low: np.ndarray | None = None
     high: np.ndarray | None = None
@@ -78,19 +78,19 @@ class Panel:
     x_label: str
     y_label: str
     traces: Sequence[Trace]
-    ticks: Mapping[float, str] = field(default_factory=dict)  # labels of the x axis by value; empty: at round values
-    log_base: Literal[0, 2, 10] = 0  # base of a logarithmic x axis, 2 or 10; 0: the axis is linear
+    x_tick_labels: Mapping[float, str] = field(default_factory=dict)  # by value; empty: at round values
+    x_log_base: Literal[0, 2, 10] = 0  # base of a logarithmic x axis, 2 or 10; 0: the axis is linear
     y_range: tuple[float, float] | None = None  # ends of the y axis; None: the range of the traces
-    zero_line: bool = False  # whether a line is drawn at zero, as for differences
+    has_zero_line: bool = False  # whether a line is drawn at zero, as for differences
     margin: float = 0.0  # half-width of the shaded band around zero, in which differences do not matter; 0: no band
-    marks: Mapping[float, str] = field(default_factory=dict)  # words at vertical reference lines, by x
-    levels: Mapping[float, str] = field(default_factory=dict)  # words at horizontal reference lines, by y
+    vertical_line_labels: Mapping[float, str] = field(default_factory=dict)  # words at the lines, by x
+    horizontal_line_labels: Mapping[float, str] = field(default_factory=dict)  # words at reference lines, by y
 
     @property
     def is_crowded(self) -> bool:
         """Return whether more arms have a mean than there are colours; if so, their means are drawn without seeds and
         without intervals."""
-        return len({trace.arm for trace in self.traces if trace.kind == "mean"}) > len(COLOURS)
+        return len({trace.arm_index for trace in self.traces if trace.drawn_as == "mean"}) > len(COLOURS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +99,8 @@ class HeatMap:
 
     title: str
     x_label: str
-    # columns, rows: labels of columns and rows
-    columns: Sequence[str]
-    rows: Sequence[str]
+    column_labels: Sequence[str]
+    row_labels: Sequence[str]
     values: np.ndarray  # (rows, columns); a cell without a finite value has no colour
     max_value: float  # the largest value of the scale of colours, which begins at 0
 
@@ -114,14 +113,14 @@ class Picture:
     panels: Sequence[Panel | HeatMap | None]  # panels and maps row by row; None: an empty place
     arms: Sequence[str]  # empty: none is named
     caption: str = ""
-    columns: int = 2  # panels in a row
+    n_columns: int = 2  # panels in a row
     panel_size: tuple[float, float] = (6.4, 4.3)  # width and height of a panel in inches
 
     @property
     def shown_arms(self) -> list[int]:
         """Return the indices of the arms that are named above all panels, as they have a trace with points."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
-        return sorted({trace.arm for trace in traces}) if self.arms else []
+        return sorted({trace.arm_index for trace in traces}) if self.arms else []
 
     @property
     def has_maps(self) -> bool:
@@ -135,25 +134,25 @@ class Picture:
         return " Of so many arms means alone are drawn." * is_crowded
 
     @property
-    def parts(self) -> "list[Picture | None]":
+    def panel_pictures(self) -> "list[Picture | None]":
         """Return one picture for each panel, which a page arranges by its width; None for an empty cell of the grid of
         panels. A picture with maps is not divided."""
         return [self] if self.has_maps else [panel and replace(self, panels=[panel], arms=[]) for panel in self.panels]
 
-    def sign(self, arm: int) -> str:
+    def marker_character(self, arm: int) -> str:
         """Return a character that shows the marker of an arm, for text next to the picture."""
         return "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2605"[MARKERS.index(arm_style(arm)["marker"])]
 
     @property
     def grid_shape(self) -> tuple[int, int]:
         """Return the numbers of rows and columns of panels."""
-        columns = min(self.columns, len(self.panels))
+        columns = min(self.n_columns, len(self.panels))
         return -(-len(self.panels) // columns), columns
 
     @cached_property
     def svg(self) -> str:
         """Return the picture as the text of an SVG file, with colours for light and for dark pages."""
-        style = f"<style>{dark_style()}</style>"
+        style = f"<style>{dark_css()}</style>"
         return re.sub(r"<svg [^>]*>", lambda head: head[0] + style, _render(self, "svg"), count=1)
 
     @cached_property
@@ -162,7 +161,7 @@ class Picture:
         return _render(self, "png")
 
 
-def dark_style() -> str:
+def dark_css() -> str:
     """Return CSS rules that replace the colours of SVG files by their dark counterparts on dark pages."""
     rules = "".join(
         f'[style*="{name}: {light}"]{{{name}:{dark}!important}}'
@@ -205,53 +204,54 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
-    """Draw a panel's traces, levels, marks and labels into `axes`."""
-    if panel.log_base:
-        axes.set_xscale("log", base=panel.log_base)
-    axes.xaxis.set_major_formatter(lambda x, _: _tick_text(x, panel.log_base == 2))
+    """Draw a panel's traces, lines and labels into `axes`."""
+    if panel.x_log_base:
+        axes.set_xscale("log", base=panel.x_log_base)
+    axes.xaxis.set_major_formatter(lambda x, _: _tick_text(x, panel.x_log_base == 2))
     if panel.margin:
         axes.axhspan(-panel.margin, panel.margin, color=SHADE, zorder=0)
-    if panel.zero_line:
+    if panel.has_zero_line:
         axes.axhline(0, color=GREY, linewidth=1)
     for trace in panel.traces:
         if not panel.is_crowded:
             _draw_trace(axes, trace)
-        elif trace.kind != "seed":
+        elif trace.drawn_as != "seed":
             _draw_trace(axes, replace(trace, low=None, high=None))
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     # room for the words at the top of vertical lines
-    axes.set_title(_wrap_title(panel.title), pad=20 if panel.marks else 6)
+    axes.set_title(_wrap_title(panel.title), pad=20 if panel.vertical_line_labels else 6)
     if panel.y_range:
         axes.set_ylim(panel.y_range)
-    if panel.ticks:
-        labels = list(panel.ticks.values())
-        axes.set_xticks(list(panel.ticks), labels)
+    if panel.x_tick_labels:
+        labels = list(panel.x_tick_labels.values())
+        axes.set_xticks(list(panel.x_tick_labels), labels)
         axes.minorticks_off()
-        if list(panel.ticks) == list(range(len(labels))):  # categories keep half a unit from the ends of the axis
+        # categories keep half a unit from the ends of the axis
+        if list(panel.x_tick_labels) == list(range(len(labels))):
             axes.set_xlim(-0.5, len(labels) - 0.5)
             if sum(map(len, labels)) + 2 * len(labels) > MAX_LABEL_CHARACTERS:
                 axes.tick_params("x", rotation=35)
-    for x, text in panel.marks.items():
+    for x, text in panel.vertical_line_labels.items():
         axes.axvline(x, color=GREY, linewidth=1)
         alignment = "left" if (axes.transScale + axes.transLimits).transform((x, 1))[0] < 0.5 else "right"
         _write_note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), alignment)
-    for y, text in panel.levels.items():
+    for y, text in panel.horizontal_line_labels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
         _write_note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), "right")
 
 
-def _tick_text(value: float, is_binary: bool) -> str:
-    """Return the label of a tick: below 10,000 a plain number, else `16k` by 1024 if `is_binary`, or `1.5M`."""
+def _tick_text(value: float, uses_binary_units: bool) -> str:
+    """Return the label of a tick: below 10,000 a plain number, else `16k` by 1024 if `uses_binary_units`, or `1.5M`."""
     if abs(value) < 10_000:
         return axis_text(value)
-    return f"{value / 1024:g}k" if is_binary else EngFormatter(sep="")(value)
+    return f"{value / 1024:g}k" if uses_binary_units else EngFormatter(sep="")(value)
 
 
 def _draw_trace(axes: Axes, trace: Trace) -> None:
-    """Draw the points of a trace into `axes`, in the style of its kind and its arm."""
-    style = arm_style(trace.arm)
+    """Draw the points of a trace into `axes`, in the style of `drawn_as` and of its arm."""
+    style = arm_style(trace.arm_index)
     colour, points = style["color"], style | {"linestyle": "none"}
-    match trace.kind:
+    match trace.drawn_as:
         case "seed":
             axes.plot(trace.x, trace.y, **style | {"marker": "", "linewidth": 0.8, "alpha": 0.5})
         case "mean":
@@ -269,7 +269,7 @@ def _draw_trace(axes: Axes, trace: Trace) -> None:
             )
         case "diverged":
             # crosses of several arms at one x must not overlap
-            heights = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)
+            heights = np.full(len(trace.x), 0.98 - 0.045 * trace.arm_index)
             cross_style = {"markersize": 9, "markeredgewidth": 2, "transform": axes.get_xaxis_transform()}
             axes.plot(trace.x, heights, "x", color=colour, clip_on=False, **cross_style)
 
@@ -284,7 +284,9 @@ def _draw_heat_map(axes: Axes, panel: HeatMap, size: tuple[float, float]) -> Non
         text, colour = f"{value:.2f}", "#010101" if value > 0.6 * panel.max_value else "#fefefe"
         text, colour = (text, colour) if np.isfinite(value) else ("-", GREY)
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour)
-    for axis, labels, inches in zip((axes.xaxis, axes.yaxis), (panel.columns, panel.rows), size, strict=True):
+    for axis, labels, inches in zip(
+        (axes.xaxis, axes.yaxis), (panel.column_labels, panel.row_labels), size, strict=True
+    ):
         font = min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(labels)))
         axis.set_ticks(range(len(labels)), labels, fontsize=font)
         if axis is axes.xaxis and max(map(len, labels), default=0) * len(labels) > 11 * inches:
@@ -297,7 +299,7 @@ def _wrap_title(title: str) -> str:
     return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
 
 
-def arm_style(arm: int) -> Style:
+def arm_style(arm: int) -> LineStyle:
     """Return the colour, marker and dashes of an arm: no two of the arms 0 to 48 have colour and marker in common."""
     round_number = arm // len(COLOURS)
     marker, dashes = MARKERS[(arm + round_number) % 7], DASHES[round_number % 4]

@@ -19,7 +19,7 @@ from lm.files import json_bytes
 from lm.plain import Plain, json_value
 from lm.statistics.intervals import Interval
 
-NO_INTERVAL = "[no interval]"  # stands beside a mean whose interval has an open end
+NO_INTERVAL_TEXT = "[no interval]"  # stands beside a mean whose interval has an open end
 
 ColumnKind = Literal["label", "words", "number", "mean", "difference"]
 Cell = str | Text | Interval | None  # None: not measured; Text: for the terminal only
@@ -45,21 +45,21 @@ class Column:
         """Return the name with its unit."""
         return with_unit(self.name, self.unit)
 
-    def text(self, value: float) -> str:
+    def mean_text(self, value: float) -> str:
         """Format a mean, or an end of an interval, as text; with a sign in columns of differences."""
         return signed_text(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
 
     def cell_text(self, cell: Cell) -> str:
         """Format a cell as text: an interval as `mean [low, high]`, None as `-`."""
         if isinstance(cell, Interval):
-            return f"{self.text(cell.mean)} {self.ends(cell)}"
+            return f"{self.mean_text(cell.mean)} {self.ends_text(cell)}"
         return "-" if cell is None else cell
 
-    def ends(self, cell: Interval) -> str:
-        """Return the ends of an interval as `[low, high]`, or `NO_INTERVAL` if an end is open."""
+    def ends_text(self, cell: Interval) -> str:
+        """Return the ends of an interval as `[low, high]`, or `NO_INTERVAL_TEXT` if an end is open."""
         if not cell.is_bounded:
-            return NO_INTERVAL
-        return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
+            return NO_INTERVAL_TEXT
+        return f"[{self.mean_text(cell.low)}, {self.mean_text(cell.high)}]"
 
 
 FilledColumn = tuple[Column, list[Cell]]  # a column and its cells, row by row
@@ -72,26 +72,26 @@ class Table:
 
     title: str
     unit: str  # unit of most columns
-    contents: tuple[FilledColumn, ...]
+    filled_columns: tuple[FilledColumn, ...]
 
     @property
     def columns(self) -> list[Column]:
         """Return the table's columns, without their cells."""
-        return [column for column, _ in self.contents]
+        return [column for column, _ in self.filled_columns]
 
     @property
     def rows(self) -> list[list[tuple[Column, Cell]]]:
         """Return the table's rows: each cell with its column."""
         return [
             list(zip(self.columns, row, strict=True))
-            for row in zip(*(cells for _, cells in self.contents), strict=True)
+            for row in zip(*(cells for _, cells in self.filled_columns), strict=True)
         ]
 
 
-DIFFERENCE = Column("difference", kind="difference")
+DIFFERENCE_COLUMN = Column("difference", kind="difference")
 
 
-def plain_text(value: object) -> str:
+def recorded_value_text(value: object) -> str:
     """Format a value as text: integers with thousands separated, None as `not recorded`."""
     if value is None:
         return "not recorded"
@@ -146,7 +146,9 @@ def to_csv(tables: tuple[Table, ...]) -> str:
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
                     values = (
-                        [*map(column.text, cell.as_list()), cell.noise_source] if isinstance(cell, Interval) else [cell]
+                        [*map(column.mean_text, cell.as_list()), cell.noise_source]
+                        if isinstance(cell, Interval)
+                        else [cell]
                     )
                     lines.append(
                         {"table": table.title}
@@ -156,16 +158,14 @@ def to_csv(tables: tuple[Table, ...]) -> str:
     return csv_text(lines, ("table", *labels, *numbers))
 
 
-def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
-    """Return CSV text with a row for each of `lines`, which map column names to values; `columns` come first, then the
-    lines' other columns.
+def csv_text(rows: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
+    """Return CSV text with a row for each of `rows`, which map column names to values; `columns` come first, then the
+    rows' other columns.
 
     A list [value, low, high] takes three columns, a mapping one for each key. Values named in `intervals` take three
     columns even if None.
     """
-    cells = [
-        dict(cell for name, value in line.items() for cell in _csv_columns(name, value, intervals)) for line in lines
-    ]
+    cells = [dict(cell for name, value in row.items() for cell in _csv_columns(name, value, intervals)) for row in rows]
     names = dict.fromkeys([*columns, *chain(*cells)])
     return pd.DataFrame(cells, dtype=object).reindex(columns=[*names]).to_csv(index=False, lineterminator="\n")
 
@@ -179,10 +179,10 @@ def _csv_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tupl
     return [(name, value)]
 
 
-def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
-    """Return the content of file `path`, CSV or JSON by suffix: a row for each of `lines`, values by column name. JSON
+def table_bytes(rows: Sequence[dict[str, Plain]], path: Path) -> bytes:
+    """Return the content of file `path`, CSV or JSON by suffix: a row for each of `rows`, values by column name. JSON
     has null for NaN, inf."""
-    return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
+    return json_bytes(json_value(list(rows))) if path.suffix == ".json" else csv_text(rows).encode()
 
 
 # ---------------------------------------------------------------- terminal
@@ -197,37 +197,39 @@ def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | N
     if not console.is_terminal:
         console.width = max(console.width, 160)
     for table in tables:
-        console.print(to_rich(table))
+        console.print(to_rich_table(table))
     for text in notes:
-        console.print(escape(text), highlight=False)
+        console.print(escape_markup(text), highlight=False)
 
 
-def escape(text: str) -> str:
+def escape_markup(text: str) -> str:
     """Return `text` for rich, without markup and control characters."""
     return markup.escape(terminal_text(text))
 
 
-def to_rich(table: Table) -> RichTable:
+def to_rich_table(table: Table) -> RichTable:
     """Return the table in the form in which rich prints it. The unit of most columns (`Table.unit`) stands in the title
     only."""
     title = with_unit(table.title, table.unit)
-    rich_table = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rich_table = RichTable(
+        title=escape_markup(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     omits_intervals = sum(column.kind == "mean" for column in table.columns) > MAX_MEANS_WITH_INTERVALS
     columns = []
-    for column, cells in table.contents:
+    for column, cells in table.filled_columns:
         is_mean_only = omits_intervals and column.kind == "mean"
         texts = [
-            column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.cell_text(cell)
+            column.mean_text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.cell_text(cell)
             for cell in cells
         ]
-        columns.append([escape(text) if isinstance(text, str) else text for text in texts])
+        columns.append([escape_markup(text) if isinstance(text, str) else text for text in texts])
         heading = column.name if column.unit == table.unit or is_mean_only else column.heading
         if column.kind in ("label", "words"):
-            rich_table.add_column(escape(heading), min_width=8, overflow="fold")
+            rich_table.add_column(escape_markup(heading), min_width=8, overflow="fold")
         else:
             width = max(MIN_WRAP_WIDTH, *map(len, texts), 0)
             heading = textwrap.fill(heading, width, break_long_words=False)
-            rich_table.add_column(escape(heading), justify="right")
+            rich_table.add_column(escape_markup(heading), justify="right")
     for row in zip(*columns, strict=True):
         rich_table.add_row(*row)
     return rich_table

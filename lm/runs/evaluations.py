@@ -135,8 +135,8 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     `EVALUATION_FACT_COLUMNS` hold facts about each evaluation.
 
     More columns are `evaluation`, the index in `evaluations`, and the metric's `quantity`, `title`, `unit`, `better`
-    and `control`. `subject` is the task, with its options where another task has the same name. `logged` says whether
-    training logs the mean at the row's point. `shape` is `number` without an axis, `bins` if points are ranges of the
+    and `control`. `task_label` is the task, with its options where another task has the same name. `logged` says whether
+    training logs the mean at the row's point. `axis_kind` is `number` without an axis, `bins` if points are ranges of the
     axis, else `points`.
     """
     rows = join_rows([evaluation.frame for evaluation in evaluations])
@@ -158,10 +158,10 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
         "evaluation": numbers,
         "seq_len": columns["seq_len"].astype(int),
         "about": pd.Categorical.from_codes(codes, pd.Index(metrics, dtype=object)),
-        "subject": [subjects[str(definitions[pair])] for pair in tasks],
+        "task_label": [subjects[str(definitions[pair])] for pair in tasks],
         "control": np.array([metric.control for metric in metrics], bool)[codes],
         "logged": np.array([logged[pair] for pair in names], bool),
-        "shape": np.select([rows["x"].isna(), rows["until"].notna()], ["number", "bins"], "points").astype(object),
+        "axis_kind": np.select([rows["x"].isna(), rows["until"].notna()], ["number", "bins"], "points").astype(object),
     }
     return rows.assign(**columns)
 
@@ -174,7 +174,7 @@ def point_means(rows: pd.DataFrame) -> pd.DataFrame:
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the mean of each curve over all its ranges (bins), and the mean at each point of curves without bins."""
     means = point_means(rows)
-    widths, is_bin = (means["until"] - means["x"]).fillna(1.0), means["shape"] == "bins"
+    widths, is_bin = (means["until"] - means["x"]).fillna(1.0), means["axis_kind"] == "bins"
     return grouped_mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE_COLUMNS, "x"], widths)
 
 

@@ -21,7 +21,7 @@ from trials import procedure_of
 from lm.config.load import to_yaml
 from lm.experiments.page import trends
 from lm.experiments.procedure import Procedure, Run
-from lm.report.comparison import REPORTING
+from lm.report.comparison import REPORTING_SUFFIX
 from lm.runs.folder import CONFIG, DIVERGED_KEY, METRICS
 from lm.runs.manifest import read_file
 
@@ -202,6 +202,8 @@ def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
     report_numbers = numbers(tmp_path / "report" / "table.csv")
     assert numbers(page.parent / "measured-1.csv") | numbers(page.parent / "measured-differences.csv") == report_numbers
     verdicts = numbers(page.parent / "summary.csv")
-    assert verdicts["ssmax: difference to softmax"] == report_numbers[f"ssmax: difference val/loss {REPORTING}"]
+    assert verdicts["ssmax: difference to softmax"] == report_numbers[f"ssmax: difference val/loss {REPORTING_SUFFIX}"]
     for arm in arms:
-        assert verdicts[f"{arm}: mean val/loss"]["value"] == report_numbers[f"{arm}: val/loss {REPORTING}"]["value"]
+        assert (
+            verdicts[f"{arm}: mean val/loss"]["value"] == report_numbers[f"{arm}: val/loss {REPORTING_SUFFIX}"]["value"]
+        )

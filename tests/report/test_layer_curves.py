@@ -11,7 +11,7 @@ from reported import build_run, write_report
 
 from lm.report import comparison_pictures
 from lm.report.comparison import compare_runs
-from lm.report.comparison_pictures import MAX_POINTS, drawn_runs, parameter_picture
+from lm.report.comparison_pictures import MAX_CURVE_POINTS, drawn_runs, parameter_picture
 from lm.runs.folder import METRICS, Curve
 from lm.runs.record import read_run
 
@@ -50,7 +50,7 @@ def test_reports_show_them_where_they_are_logged(tmp_path: Path):
             picture = parameter_picture(["softmax"], drawn_runs(compare_runs([read_run(run)])))
             (trace,) = picture.panels[0].traces
             assert picture.panels[0].title == "Parameter s of the normalizer"
-            assert trace.y.tolist() == [0.5] * MAX_POINTS  # of 600 steps
+            assert trace.y.tolist() == [0.5] * MAX_CURVE_POINTS  # of 600 steps
 
 
 @pytest.mark.parametrize("name", ["train/loss", "val/loss"])
@@ -64,5 +64,5 @@ def test_a_loss_picture_has_a_mean_line_an_arm(name: str):
     }
     runs = [SimpleNamespace(arm="a", seed=seed, state="finished", record=record) for seed, record in records.items()]
     picture = comparison_pictures.curves_picture(["a"], runs, {name: ("Loss", "nats")}, None)
-    (mean,) = [trace for trace in picture.panels[0].traces if trace.kind == "mean"]
+    (mean,) = [trace for trace in picture.panels[0].traces if trace.drawn_as == "mean"]
     assert mean.y.tolist() == [4.0, 3.0, 2.0]

@@ -9,7 +9,13 @@ from reported import build_run, compare_folders, edit_evaluation, write_report
 
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
-from lm.report.comparison_tables import ONE_SEED_NOTE, OWN_SEEDS_NOTE, comparison_notes, comparison_tables, run_facts
+from lm.report.comparison_tables import (
+    DIFFERENT_SEEDS_NOTE,
+    ONE_SEED_NOTE,
+    comparison_notes,
+    comparison_tables,
+    run_properties,
+)
 from lm.report.tables import Column, number_text, signed_text
 from lm.runs.record import read_run
 
@@ -23,7 +29,7 @@ def test_paired_differences_find_what_was_built_in(report_runs):
     assert scaled_rope.interval.mean == pytest.approx(-0.05 - 0.4 * 2.56 / 3, abs=0.03)
     assert validation.interval.noise_source == "documents, 1 seed"
     assert ONE_SEED_NOTE in comparison_notes(comparison)
-    assert comparison.warning == ""
+    assert comparison.fairness_warning == ""
 
 
 @pytest.mark.parametrize("change", [{"tokens": "sequences-b"}, {"fingerprint": "data-b"}, {"align": False}])
@@ -43,16 +49,16 @@ def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
         build_run(tmp_path, "scalable", "ssmax", optim={"lr": 0.002}, log={"every": 5}),
     ]
     comparison = compare_runs([read_run(folder) for folder in folders])
-    assert comparison.warning == "The arms differ in more than the normalizer: optim.lr."
+    assert comparison.fairness_warning == "The arms differ in more than the normalizer: optim.lr."
     diff = dict(comparison.config_diff)
     assert diff["optim.lr"] == ("0.001", "0.002")
     assert diff["model.normalizer.name"] == ("softmax", "ssmax")
     assert diff["model.normalizer.scale"] == ("-", "learned")
     assert diff["log.every"] == ("10", "5")
-    assert [fact.name for fact in run_facts(comparison) if fact.is_condition and not fact.agrees] == [
+    assert [fact.name for fact in run_properties(comparison) if fact.must_agree and not fact.runs_agree] == [
         "learning rate and schedule"
     ]
-    assert comparison.warning in write_report(folders, tmp_path / "out").html.read_text()
+    assert comparison.fairness_warning in write_report(folders, tmp_path / "out").html.read_text()
 
 
 def test_a_key_that_is_off_is_as_one_that_an_older_run_lacks(report_runs):
@@ -69,7 +75,10 @@ def test_an_unfinished_run_is_shouted(report_runs):
     for kind in ("validation", "long_context"):
         edit_evaluation(report_runs[1], kind, lambda rows: None, tokens_seen=8192)
     comparison = compare_runs([read_run(folder) for folder in report_runs])
-    assert comparison.warning == "The runs have not seen the same number of tokens: softmax: 1,638,400; ssmax: 8,192."
+    assert (
+        comparison.fairness_warning
+        == "The runs have not seen the same number of tokens: softmax: 1,638,400; ssmax: 8,192."
+    )
 
 
 def test_seeds_are_grouped_into_arms_and_paired(tmp_path):
@@ -97,11 +106,14 @@ def test_seeds_and_tokens_are_of_the_runs_that_have_the_number(tmp_path):
         path.unlink()
     comparison = compare_runs([read_run(folder) for folder in folders])
     seeds = [
-        cells for table in comparison_tables(comparison) for column, cells in table.contents if column.name == "seeds"
+        cells
+        for table in comparison_tables(comparison)
+        for column, cells in table.filled_columns
+        if column.name == "seeds"
     ]
     assert seeds == [["2", "3"], ["1", "3"] * 2]
-    assert OWN_SEEDS_NOTE in comparison_notes(comparison)
-    assert OWN_SEEDS_NOTE not in comparison_notes(
+    assert DIFFERENT_SEEDS_NOTE in comparison_notes(comparison)
+    assert DIFFERENT_SEEDS_NOTE not in comparison_notes(
         compare_runs([read_run(folder) for folder in folders if folder.name.endswith("1")])
     )
 
@@ -120,7 +132,7 @@ def test_differences_are_between_seeds_in_common(tmp_path):
     assert shared.interval.mean == pytest.approx(0, abs=0.02), "seed 2, not the means"
     assert shared.interval.noise_source == "documents, 1 seed"
     assert of((1, 2), (3, 4)).interval is None
-    assert "no seed in common" in of((1,), (3,)).reason
+    assert "no seed in common" in of((1,), (3,)).no_interval_reason
 
 
 def test_labels_tell_arms_apart(tmp_path):
@@ -136,9 +148,9 @@ def test_labels_tell_arms_apart(tmp_path):
 
 def test_the_baseline_is_chosen_by_run_arm_or_normalizer(report_runs):
     records = [read_run(folder) for folder in report_runs]
-    assert compare_runs(records).names[0] == "softmax"
+    assert compare_runs(records).arm_labels[0] == "softmax"
     for name in ("scalable", "ssmax"):
-        assert compare_runs(records, name).names[0] == "ssmax"
+        assert compare_runs(records, name).arm_labels[0] == "ssmax"
     with pytest.raises(RunError, match="choose from: softmax, ssmax"):
         compare_runs(records, "sofmax")
 
@@ -146,7 +158,7 @@ def test_the_baseline_is_chosen_by_run_arm_or_normalizer(report_runs):
 def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
     folders = [build_run(tmp_path, "soft", align=False), build_run(tmp_path, "scalable", "ssmax", align=False)]
     difference = compare_runs([read_run(folder) for folder in folders]).differences[1]
-    assert re.search(r"positions 282-512", difference.subject)
+    assert re.search(r"positions 282-512", difference.description)
     assert difference.interval
 
 
@@ -160,7 +172,7 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
         edit_evaluation(folder, "validation", lambda rows: rows.assign(group=rows["sample"] // 64))
     difference = compare_folders(*folders)[1][()]
     assert difference.interval is None
-    assert difference.reason.endswith("fewer than 3 documents")
+    assert difference.no_interval_reason.endswith("fewer than 3 documents")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from reported import (
     write_rows,
 )
 
-from lm.report.comparison_pictures import heat_maps
+from lm.report.comparison_pictures import task_heat_maps
 from lm.statistics.intervals import Interval, effective_trials, wilson_interval
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")
@@ -41,7 +41,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
         "not 14 of 20: depths ask the same"
     )
     assert accuracy_interval(comparison, 1, CONTROL, 64).mean == 0
-    assert CONTROL not in {difference.name.labels for difference in comparison.differences}, (
+    assert CONTROL not in {difference.metric_name.task_and_setting for difference in comparison.differences}, (
         "a control says nothing about an arm"
     )
     assert differences[RECALL].interval is None, "all sequences differ by the same"
@@ -49,7 +49,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     differences = compare_folders(*folders)[1]
     assert differences[RECALL].interval.mean == pytest.approx(0.5)
     assert differences[RECALL].interval.low < 0.49
-    assert "accuracy, mqar in sequences of 512" in differences[RECALL].subject
+    assert "accuracy, mqar in sequences of 512" in differences[RECALL].description
     assert differences[RECALL].interval.noise_source == differences[NEEDLE].interval.noise_source == "sequences, 1 seed"
 
 
@@ -66,13 +66,13 @@ def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
             for depth, loss in losses.items()
         ]
         write_rows(folder, "needle", pd.concat(rows))
-    (picture,) = heat_maps(compare_folders(*folders)[0])
+    (picture,) = task_heat_maps(compare_folders(*folders)[0])
     assert [panel.title for panel in picture.panels] == ["softmax", "ssmax"]
     for panel, exact in zip(picture.panels, (0.3, 0.8), strict=True):  # the mean over two seeds, and one
-        assert (panel.rows, list(panel.columns), panel.max_value) == ([*losses], ["64", "512"], 1)
+        assert (panel.row_labels, list(panel.column_labels), panel.max_value) == ([*losses], ["64", "512"], 1)
         assert panel.values == pytest.approx(np.array([[1, exact - loss] for loss in losses.values()]))
     write_rows(folders[2], "needle", pd.concat(rows[:3]))
-    assert heat_maps(compare_folders(folders[2])[0]) == [], "lines show as few"
+    assert task_heat_maps(compare_folders(folders[2])[0]) == [], "lines show as few"
 
 
 def untitled(rows: pd.DataFrame) -> pd.DataFrame:
@@ -151,4 +151,4 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
     edit_evaluation(folders[1], "recall", lambda rows: reverse(rows, 64))
     difference = compare_folders(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
-    assert "in sequences of 64" in difference.subject
+    assert "in sequences of 64" in difference.description

@@ -10,7 +10,7 @@ import pytest
 from reported import build_run, compare_folders, pictures, write_report, write_rows
 
 from lm.evaluation.measurement import metric_rows, sampling_unit_frame
-from lm.report.comparison_tables import comparison_tables, run_facts
+from lm.report.comparison_tables import comparison_tables, run_properties
 from lm.runs.evaluations import Axis, Metric
 
 
@@ -51,7 +51,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     comparison, _ = compare_folders(*folders)
     titles = [table.title for table in comparison_tables(comparison)]
     assert {"Sparsity of attention", "Sparsity of attention in training lengths", "Reach by depth"} < set(titles)
-    intervals = {difference.subject: difference.interval for difference in comparison.differences}
+    intervals = {difference.description: difference.interval for difference in comparison.differences}
     for label in (
         "probe/sparsity",
         "sparsity at positions 128-256, as trained",
@@ -59,7 +59,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     ):
         assert intervals[label].mean == pytest.approx(1, abs=0.2)
         assert intervals[label].low > 0.5
-    facts = {fact.name: fact.value for fact in run_facts(comparison)}
+    facts = {fact.name: fact.value for fact in run_properties(comparison)}
     assert facts["long probe sequences"] == "40 of 256 tokens"
     assert facts["deep probe sequences"] == "books: 10 of 64 tokens"
     files = write_report(folders, tmp_path / "out")

@@ -7,7 +7,7 @@ from reported import build_run, compare_folders
 
 from lm.files import read_json
 from lm.report.comparison import compare_runs
-from lm.report.comparison_tables import run_facts
+from lm.report.comparison_tables import run_properties
 from lm.runs import record
 from lm.runs.record import read_run
 from lm.training.train import train
@@ -84,14 +84,14 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
     assert arms(whole, resumed) == [["whole"], ["resumed"]]
     comparison, _ = compare_folders(whole, resumed)
     assert dict(comparison.config_diff)["trainer.precision"] == ("32", "32, from step 100 bf16-mixed")
-    checks = {fact.name: fact for fact in run_facts(comparison)}
-    assert checks["precision"].agrees is False
+    checks = {fact.name: fact for fact in run_properties(comparison)}
+    assert checks["precision"].runs_agree is False
 
 
 def test_a_pattern_of_normalizers_is_shown_by_names_and_options(tmp_path):
     pattern = {"name": "layers", "of": [{"name": "window", "size": 2}, {"name": "ssmax", "bias": False}]}
     comparison, _ = compare_folders(build_run(tmp_path, "both", normalizer=pattern))
-    (value,) = (fact.value for fact in run_facts(comparison) if fact.name.startswith("normalizer: "))
+    (value,) = (fact.value for fact in run_properties(comparison) if fact.name.startswith("normalizer: "))
     assert value.endswith("layers (window (size=2), ssmax)")
 
 
@@ -143,7 +143,7 @@ def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
     b_runs = [started_from(tmp_path, f"b{source}", 7, source, "other") for source in (2, 3, 4)]
     comparison, differences = compare_folders(*a_runs, *b_runs)
     assert differences[()].interval.noise_source == "2 seeds"
-    (seeds,) = [fact for fact in run_facts(comparison) if fact.name == "seeds"]
+    (seeds,) = [fact for fact in run_properties(comparison) if fact.name == "seeds"]
     assert "7 after 1, 7 after 2, 7 after 3" in seeds.value
     assert [*comparison.arms] == ["softmax, init_from=abc-1", "softmax, init_from=other-2"]
     assert arms(*a_runs, started_from(tmp_path, "again", 7, 1)) == [["a1", "a2", "a3"], ["again"]]

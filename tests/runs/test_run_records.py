@@ -12,8 +12,8 @@ from reported import SEQ_LEN, build_run, write_report
 import lm
 from lm.experiments.run_outcome import Outcome
 from lm.report.comparison import arm_label, compare_runs
-from lm.report.comparison_pictures import LOSSES, curves_picture, drawn_runs
-from lm.report.comparison_tables import run_facts
+from lm.report.comparison_pictures import LOSS_TITLES, curves_picture, drawn_runs
+from lm.report.comparison_tables import run_properties
 from lm.report.html import write_comparison
 from lm.runs.evaluations import load_evaluation
 from lm.runs.folder import PEAK_MEMORY_KEY, highest_logged
@@ -31,7 +31,7 @@ def test_a_run_is_read_whole(report_runs):
         ("as trained", 24),
         ("theta x 50", 24),
     ]
-    assert [len(run.curve(name).tokens) for name in LOSSES] == [100, 20]
+    assert [len(run.curve(name).tokens) for name in LOSS_TITLES] == [100, 20]
 
 
 @pytest.mark.parametrize(("init", "words"), [("match", " (init match)"), ("", ""), (None, "")])
@@ -52,7 +52,7 @@ def test_evaluations_of_different_steps_are_said(report_runs):
     path = report_runs[0] / "evaluations/long_context.step-000200.csv"
     write_evaluation(report_runs[0], replace(load_evaluation(path), step=90, tokens_seen=90 * 8192))
     path.unlink()
-    checks = {fact.name: fact.agrees for fact in run_facts(compare_runs([*map(read_run, report_runs)]))}
+    checks = {fact.name: fact.runs_agree for fact in run_properties(compare_runs([*map(read_run, report_runs)]))}
     assert checks["tokens seen"] is True
     assert checks["tokens seen when evaluated"] is False
 
@@ -103,7 +103,7 @@ def test_a_diverged_run_is_called_so_everywhere(tiny, tmp_path, capsys):
         comparison, report = compare_runs([read_run(run) for run in folders]), tmp_path / "report"
         assert re.search(f"gone: {how}", write_comparison(comparison, report).read_text())
         assert ",diverged,,1," in (report / "table.csv").read_text()
-        panel = curves_picture(comparison.names, drawn_runs(comparison), LOSSES, comparison).panels[0]
+        panel = curves_picture(comparison.arm_labels, drawn_runs(comparison), LOSS_TITLES, comparison).panels[0]
         assert [trace.kind for trace in panel.traces].count("diverged") == 1
         shown = read_run(folders[-1]).curve("train/loss").values[20:]  # of the diverged run alone, or of the other
         assert all(panel.y_range[0] < loss < panel.y_range[1] for loss in shown)

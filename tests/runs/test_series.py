@@ -9,7 +9,7 @@ import pytest
 from fabricated import EMPTY_FRAME, make_evaluation, write_evaluation
 
 from lm.evaluation.measurement import metric_rows, sampling_unit_frame
-from lm.report.comparison import reporting_rows, rows_at_places
+from lm.report.comparison import drop_selection_rows, merge_bins_into_ranges
 from lm.report.frame import evaluation_block, frame
 from lm.runs.evaluations import (
     VAL_LOSS,
@@ -63,9 +63,9 @@ def test_a_file_and_back_is_the_same(made: Callable[[], pd.DataFrame], tmp_path:
 
 def test_means_are_over_units_and_over_bins_and_places_are_ranges_or_points():
     frame = evaluation_rows([make_evaluation(pd.concat([by_position(), by_length()], ignore_index=True), seq_len=8)])
-    assert frame.groupby("shape")["logged"].all().to_dict() == {"bins": True, "points": False}
+    assert frame.groupby("axis_kind")["logged"].all().to_dict() == {"bins": True, "points": False}
     assert point_means(frame)["value"].tolist() == pytest.approx([3, np.nan, 0.5, 0.5], nan_ok=True)
-    places = rows_at_places(frame[frame["sample"] != 1])
+    places = merge_bins_into_ranges(frame[frame["sample"] != 1])
     assert [*zip(places["place"], places["value"], strict=True)] == [
         ("within 1x", 1.0),
         ("within 1x", 5.0),
@@ -92,7 +92,7 @@ def test_reports_leave_out_documents_that_select_unless_all_do(documents: int):
         np.arange(40.0)[:, None],
         sampling_unit_frame("a", groups, None, "data"),
     )
-    kept = reporting_rows(evaluation_rows([make_evaluation(loss)]))
+    kept = drop_selection_rows(evaluation_rows([make_evaluation(loss)]))
     assert set(kept["quantity"]) == {"loss of reporting documents" if documents > 1 else "loss"}
     expected = np.arange(40.0)[~model_selection_mask("data", groups)] if documents > 1 else [np.arange(40.0).mean()]
     assert kept["value"].tolist() == pytest.approx(expected)
