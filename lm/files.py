@@ -36,13 +36,13 @@ def new_temporary_path(path: Path) -> Path:
 
 
 @contextmanager
-def replace_file(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
+def replace_file(path: Path, name_in_errors: str = "the file") -> Iterator[BinaryIO]:
     """Return a context that yields a temporary file, open for writing. At the end the file is synced and renamed to
     `path`.
 
     If an error occurs, `path` is unchanged and the temporary file is deleted.
 
-    noun: what the error message calls the file, e.g. "the report".
+    name_in_errors: what the error message calls the file, e.g. "the report".
 
     Raises RunError: the file can't be written (no permission, a full disk); the error names the path and the reason.
     """
@@ -58,7 +58,7 @@ def replace_file(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError, raised from the OSError
         cause = error if isinstance(error, OSError) else error.__context__
         reason = getattr(cause, "strerror", None) or one_line(error, 200)
-        raise RunError(f"{path}: can't save {noun}: {reason}; what was there before is intact") from None
+        raise RunError(f"{path}: can't save {name_in_errors}: {reason}; what was there before is intact") from None
     finally:
         with suppress(OSError):
             temporary_path.unlink()
@@ -69,13 +69,13 @@ def write_text(path: Path, text: str) -> None:
     write_together({path: text.encode()})
 
 
-def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
+def write_together(contents: Mapping[Path, bytes], name_in_errors: str = "the file") -> None:
     """Write several files, {path: content}; none is replaced before all are written. Raises RunError as `replace_file`
     does.
     """
     with ExitStack() as stack:
         for path, content in contents.items():
-            file = stack.enter_context(replace_file(path, noun))
+            file = stack.enter_context(replace_file(path, name_in_errors))
             file.write(content)
             file.flush()  # a full disk shows here, while every file is still as it was
 
@@ -108,20 +108,20 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def file_lock(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
+def file_lock(path: Path, on_conflict: Callable[[], object], open_flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
     """Return a context that holds a lock on a file against other processes. A missing file is created. The lock ends
     with the process at the latest.
 
     Args:
         on_conflict: called if another process has the lock; unless the call raises, this process then waits for the
             lock.
-        flags: the flags of `os.open` that open the file.
+        open_flags: the flags of `os.open` that open the file.
 
     Yields:
         An empty string. If the file system has no locks, nothing is locked, and the string says so; callers add the
             consequence and the remedy.
     """
-    descriptors, lock_problem = [os.open(path, flags, 0o666)], ""
+    descriptors, lock_problem = [os.open(path, open_flags, 0o666)], ""
 
     def release() -> None:
         while descriptors:
@@ -142,13 +142,13 @@ def file_lock(path: Path, on_conflict: Callable[[], object], flags: int = os.O_R
         release()
 
 
-def folder_lock(folder: Path, refusal: str) -> AbstractContextManager[str]:
+def folder_lock(folder: Path, conflict_message: str) -> AbstractContextManager[str]:
     """Return a context that locks a folder as `file_lock` does. If another process has the lock, entering the context
-    raises RunError with the text `refusal`.
+    raises RunError with the text `conflict_message`.
     """
 
     def refuse() -> NoReturn:
-        raise RunError(f"{folder}: {refusal}") from None
+        raise RunError(f"{folder}: {conflict_message}") from None
 
     return file_lock(folder, refuse, os.O_RDONLY)
 
@@ -193,7 +193,8 @@ def read_json(path: Path) -> dict[str, Plain]:
 
 
 HASHES_FILE = ".hashes.json"
-_SETTLED_NS = 2_000_000_000  # a file changed more recently than this may change again with the same modification time
+# a file changed more recently than this may change again with the same modification time
+_RECENT_CHANGE_NS = 2_000_000_000
 
 
 def file_sha256(path: Path) -> str:
@@ -202,9 +203,9 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def plain_sha256(plain: Plain) -> str:
-    """Return a sha256 of plain data that is the same for any order of keys."""
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+def json_sha256(content: Plain) -> str:
+    """Return a sha256 of `content` as JSON that is the same for any order of keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class FileHashes:
@@ -229,7 +230,7 @@ class FileHashes:
             digest = file_sha256(path)
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
-        if time.time_ns() - changed > _SETTLED_NS:
+        if time.time_ns() - changed > _RECENT_CHANGE_NS:
             self.hashes[name], self.is_changed = digest, True
         return digest
 

@@ -25,11 +25,11 @@ from lm.errors import ConfigError, Problem
 from lm.plain import Plain
 from lm.plugins import PLUGINS
 
-NamedNormalizer = str | Mapping[str, Plain]
+NormalizerChoice = str | Mapping[str, Plain]
 
 
 def make_module(
-    normalizer: NamedNormalizer, n_head: int, head_size: int, train_length: int, width: int = 1
+    normalizer: NormalizerChoice, n_head: int, head_size: int, train_length: int, width: int = 1
 ) -> Normalizer:
     """Return a layer's normalizer as a module, with initial values of its parameters in fp32.
 
@@ -37,7 +37,7 @@ def make_module(
     (docs/normalizers.md). train_length: tokens in a training sequence; width: dimensions of the layer's input, which
     asentmax and forget read. Raises ConfigError: no such normalizer or option.
     """
-    with PLUGINS.trusted_text():  # the caller named the normalizer, which may be a plugin
+    with PLUGINS.trust_user_text():  # the caller named the normalizer, which may be a plugin
         plain = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
         options = build_named_block(LAYER_OPTIONS, plain, "normalizer", "softmax")
         return make_normalizer(options, LayerSpec(n_head, head_size, width, train_length))

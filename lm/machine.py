@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 # environment variable that holds the id of the parent process, at whose end the child ends
-_PARENT_VARIABLE = "LM_PARENT"
+_PARENT_ID_VARIABLE = "LM_PARENT"
 # environment variable with the numbers of signals that are blocked while a process starts
-_BLOCKED_VARIABLE = "LM_BLOCKED_SIGNALS"
+_BLOCKED_SIGNALS_VARIABLE = "LM_BLOCKED_SIGNALS"
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl that requests a signal at the end of the parent
 # signals that end a run after its step, with a checkpoint
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -32,11 +32,11 @@ def usable_cores() -> int:
     return n_cores
 
 
-def threads_per_process(processes: int) -> int:
-    """Return the number of torch threads for each of `processes` processes: an equal part of the cores. The number is
+def threads_per_process(n_processes: int) -> int:
+    """Return the number of torch threads for each of `n_processes` processes: an equal part of the cores. The number is
     at most OMP_NUM_THREADS if this variable is set.
     """
-    n_threads = max(1, usable_cores() // processes)
+    n_threads = max(1, usable_cores() // n_processes)
     with suppress(KeyError, ValueError):
         n_threads = min(n_threads, max(1, int(os.environ["OMP_NUM_THREADS"].partition(",")[0])))
     return n_threads
@@ -88,18 +88,18 @@ def block_stop_signals() -> None:
     `unblock_stop_signals`.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    os.environ[_BLOCKED_VARIABLE] = " ".join(str(int(number)) for number in STOP_SIGNALS if number not in mask)
+    os.environ[_BLOCKED_SIGNALS_VARIABLE] = " ".join(str(int(number)) for number in STOP_SIGNALS if number not in mask)
 
 
 def unblock_stop_signals() -> None:
     """End the block of `block_stop_signals`, which this process or its parent called. Signals that were blocked before,
     as in a submitted job, stay blocked.
     """
-    numbers = os.environ.pop(_BLOCKED_VARIABLE, "").split()
+    numbers = os.environ.pop(_BLOCKED_SIGNALS_VARIABLE, "").split()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [int(number) for number in numbers])
 
 
-def process_start(pid: int) -> str:
+def process_start_time(pid: int) -> str:
     """Return the start time of process `pid`, as a text, which distinguishes the process from a later one with the same
     id. Return an empty text if the process has ended. On systems without /proc, return `alive` for a live process.
     """
@@ -141,7 +141,7 @@ def start_child(
     # the child imports what this process can, and not by chance what lies in the current folder, such as a clone `lm`
     paths = [sys.path[0] or os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     path_variables = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    environment = {**os.environ, **gpu_variables, **path_variables, _PARENT_VARIABLE: str(os.getpid())}
+    environment = {**os.environ, **gpu_variables, **path_variables, _PARENT_ID_VARIABLE: str(os.getpid())}
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -159,7 +159,7 @@ def stop_with_parent() -> None:
     If the parent has ended already, exit. The child requests the signal itself, since code between fork and exec
     (`preexec_fn`) may wait forever for a lock that another thread held.
     """
-    parent = os.environ.pop(_PARENT_VARIABLE, "")
+    parent = os.environ.pop(_PARENT_ID_VARIABLE, "")
     if parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if str(os.getppid()) != parent:

@@ -13,7 +13,7 @@ from lm.errors import yaml_scalar
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
-def is_block(value: Plain) -> bool:
+def is_config_block(value: Plain) -> bool:
     """Return whether `value` may be a block of keys: a map whose keys are all texts."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
@@ -23,7 +23,7 @@ def join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def child_items(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
+def items_with_paths(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
     """Yield (path, item) for each item of a list or map at `path`. For another value, yield this value as the only
     item.
     """
@@ -37,10 +37,12 @@ def child_items(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
 
 def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     """Flatten nested blocks into {key path: value}. The path of a block in a list contains its index (`a[0].b`)."""
-    if not plain or not (is_block(plain) or (isinstance(plain, list) and isinstance(plain[0], dict))):
+    if not plain or not (is_config_block(plain) or (isinstance(plain, list) and isinstance(plain[0], dict))):
         return {path: plain}
     return {
-        key: value for item_path, item in child_items(plain, path) for key, value in flatten(item, item_path).items()
+        key: value
+        for item_path, item in items_with_paths(plain, path)
+        for key, value in flatten(item, item_path).items()
     }
 
 
@@ -59,38 +61,37 @@ def distinct_names(blocks: list[dict[str, Plain]]) -> list[str]:
     return names
 
 
-def convert(hint: type, value: Plain):
-    """Return `value` as type `hint`; only int is converted to another type, float. Return MISSING if `value` can't have
-    the type.
+def convert_to_type(value_type: type, value: Plain):
+    """Return `value` as type `value_type`; only int is converted to another type, float.
 
-    This is so if the types differ, an int exceeds 64 bits, a float isn't finite, or a text has a NUL, which no file
-    name can hold.
+    Return MISSING if `value` can't have the type. This is so if the types differ, an int exceeds 64 bits, a float isn't
+    finite, or a text has a NUL, which no file name can hold.
     """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin, args = typing.get_origin(value_type), typing.get_args(value_type)
     if origin in (typing.Union, types.UnionType):
-        return next((v for v in (convert(arg, value) for arg in args) if v is not MISSING), MISSING)
+        return next((v for v in (convert_to_type(arg, value) for arg in args) if v is not MISSING), MISSING)
     if origin is typing.Literal:
         return value if any(value == arg and type(value) is type(arg) for arg in args) else MISSING
     if origin is list and isinstance(value, list):
-        content = [convert(args[0], item) for item in value]
+        content = [convert_to_type(args[0], item) for item in value]
         return MISSING if MISSING in content else content
     if origin is dict and isinstance(value, dict):
-        parts = [convert(list[arg], [*part]) for arg, part in zip(args, (value, value.values()), strict=True)]
+        parts = [convert_to_type(list[arg], [*part]) for arg, part in zip(args, (value, value.values()), strict=True)]
         return MISSING if MISSING in parts else dict(zip(*parts, strict=True))
-    if type(value) is int and -(2**63) <= value < 2**63 and hint in (int, float):
-        return hint(value)
+    if type(value) is int and -(2**63) <= value < 2**63 and value_type in (int, float):
+        return value_type(value)
     is_odd = type(value) is int or (type(value) is float and not math.isfinite(value)) or "\0" in str(value)
-    return value if type(value) is hint and not is_odd else MISSING
+    return value if type(value) is value_type and not is_odd else MISSING
 
 
-def type_name(hint: type) -> str:
+def type_name(value_type: type) -> str:
     """Return a type in words for users, e.g. `an integer or null`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin, args = typing.get_origin(value_type), typing.get_args(value_type)
     if origin is typing.Literal:
         return " | ".join(map(yaml_scalar, args))
     words = {list: "a list ({} each)", dict: "a map ({}: {})"}.get(origin) or " or ".join("{}" for _ in args)
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a map"}
-    return words.format(*map(type_name, args)) or names.get(hint, "null")
+    return words.format(*map(type_name, args)) or names.get(value_type, "null")
 
 
 def to_plain(value, include_defaults: bool = False) -> Plain:
@@ -115,9 +116,9 @@ def to_plain(value, include_defaults: bool = False) -> Plain:
     return plain
 
 
-def field_default(spec: Field) -> object:
+def field_default(dataclass_field: Field) -> object:
     """Return the default of a dataclass's field."""
-    return spec.default if spec.default is not MISSING else spec.default_factory()
+    return dataclass_field.default if dataclass_field.default is not MISSING else dataclass_field.default_factory()
 
 
 def json_value(value: object) -> Plain:

@@ -2,7 +2,7 @@
 installed entry point.
 
 A plugin is imported only if the user named it or allowed its package (`Plugins.allow`). Users name it in a
-configuration or on the command line of this process (`Plugins.trusted_text`). A plugin that only a checkpoint, run
+configuration or on the command line of this process (`Plugins.trust_user_text`). A plugin that only a checkpoint, run
 folder or export names is imported only if its package is allowed. docs/normalizers-own.md describes the requirements on
 a plugin.
 """
@@ -30,7 +30,7 @@ OptionsGetter = Callable[[type], type]  # returns the class of a plugin's option
 class Plugin(NamedTuple):
     """A plugin is an imported normalizer, with its classes, version and digest."""
 
-    options: type  # the dataclass of its options, whose `name` is `package.module:Class`
+    options_class: type  # the dataclass of its options, whose `name` is `package.module:Class`
     normalizer_class: type  # the imported class
     version: str  # the sha256 of its source file
     code_digest: str  # digest of the Python and C++ files of its package, computed at its import
@@ -43,7 +43,7 @@ class Plugins:
 
     def __init__(self) -> None:
         self._allowed_packages: set[str] = set()
-        self._is_trusting = False
+        self._trusts_text = False
         self._plugins: dict[str, Plugin] = {}
         self._entry_points: dict[str, str] | None = None  # {name: reference}, None before it was needed
 
@@ -54,15 +54,15 @@ class Plugins:
         self._allowed_packages.update(packages)
 
     @contextmanager
-    def trusted_text(self) -> Iterator[None]:
+    def trust_user_text(self) -> Iterator[None]:
         """Return a context for reading text that the user wrote; within it, every plugin that is named may be
         imported.
         """
-        was_trusting, self._is_trusting = self._is_trusting, True
+        was_trusting, self._trusts_text = self._trusts_text, True
         try:
             yield
         finally:
-            self._is_trusting = was_trusting
+            self._trusts_text = was_trusting
 
     def installed_plugins(self) -> dict[str, str]:
         """Return {name: `package.module:Class`} of the installed entry points, which are read once a process."""
@@ -84,7 +84,7 @@ class Plugins:
         module = reference.partition(":")[0]
         is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed_packages)
         if reference not in self._plugins:
-            if not self._is_trusting and not is_allowed:
+            if not self._trusts_text and not is_allowed:
                 package = top_level_package(module)
                 remedy = f"--allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 raise PluginUnavailable("is code from outside, which a file names", f"if you trust it: {remedy}")

@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from lm.errors import terminal_text
 
-LINE_SECONDS = 30.0  # shortest time between two lines on one operation
+MIN_SECONDS_BETWEEN_LINES = 30.0  # shortest time between two lines on one operation
 LINES_PER_RUN = 20  # approximate number of progress lines in a training run
 LINE_FORMAT = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
@@ -53,7 +53,11 @@ class Progress:
         # with a delay, tqdm shows nothing before something is done
         options = {"miniters": 1, "leave": False, "delay": 1e-9, "dynamic_ncols": True} | options
         if self.prints_lines:
-            options = {"file": LineStream(), "bar_format": LINE_FORMAT, "mininterval": LINE_SECONDS} | options
+            options = {
+                "file": LineStream(),
+                "bar_format": LINE_FORMAT,
+                "mininterval": MIN_SECONDS_BETWEEN_LINES,
+            } | options
         return Bar(desc=terminal_text(name), total=total, initial=n_done, disable=self.is_quiet, **options)
 
     def byte_bar(self, name: str, total: int | None, n_done: int = 0) -> Bar:
@@ -76,10 +80,10 @@ class StepProgress(Progress):
         intervals = {"miniters": max(1, self.max_steps // LINES_PER_RUN), "mininterval": 0} if self.prints_lines else {}
         self._bar = self.bar("step", self.max_steps, step, unit="step", **intervals)
 
-    def advance(self, step: int, loss: float | None = None, speed: float = 0.0) -> None:
-        """Show that `step` steps are done, with the step's loss and `speed` (tokens/s) if they were measured."""
+    def advance(self, step: int, loss: float | None = None, tokens_per_second: float = 0.0) -> None:
+        """Show that `step` steps are done, with the step's loss and tokens per second if they were measured."""
         if loss is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
         if loss is not None or not self.prints_lines:  # a line has its own step's loss
             self._bar.update(step - self._bar.n)
 

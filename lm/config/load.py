@@ -17,7 +17,7 @@ from lm.config.schema import build_block, build_named_block, cross_key_problems,
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, dump_yaml, parse_yaml, resolve_interpolations
 from lm.errors import ConfigError, Problem, abbreviate, one_line, value_text
-from lm.plain import Plain, flatten, is_block, to_plain
+from lm.plain import Plain, flatten, is_config_block, to_plain
 from lm.plugins import PLUGINS
 
 
@@ -178,7 +178,7 @@ def load_config(arguments: list[str]) -> Config:
     tree = merge(tree, read_overrides([argument for argument in arguments if argument not in files]))
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse_config` to refuse them as names
         tree["name"] = Path(files[0]).stem if files else "run"
-    with PLUGINS.trusted_text():
+    with PLUGINS.trust_user_text():
         return parse_config(resolve_interpolations(tree))
 
 
@@ -187,7 +187,7 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
 
     Raises ConfigError: the normalizer is unknown, or has no such option or value.
     """
-    with PLUGINS.trusted_text():
+    with PLUGINS.trust_user_text():
         return build_named_block(NORMALIZER_OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
 
 
@@ -301,7 +301,7 @@ def nest_keys(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
     for block in blocks:
         given_paths: set[str] = set()
         for key, value in block.items():
-            paths = {*flatten(value, str(key))} if is_block(value) else {str(key)}
+            paths = {*flatten(value, str(key))} if is_config_block(value) else {str(key)}
             if repeated_paths := sorted(paths & given_paths):
                 raise ConfigError(f"{repeated_paths[0]}: given twice in one block; drop one")
             given_paths |= paths
@@ -342,16 +342,20 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
         old, specs, excluded_key = result.get(name), fields_at(Config, path), KEY_EXCLUSIONS.get(path)
         if excluded_key and value and excluded_key not in changes:
             result.pop(excluded_key, None)
-        if value is None and is_block(old) and (not specs or specs[-1].metadata.get("default", "") is not None):
+        if value is None and is_config_block(old) and (not specs or specs[-1].metadata.get("default", "") is not None):
             raise ConfigError(Problem(path, None, "must be a block of keys", "leave it out, or give keys"))
-        if isinstance(value, str) and is_block(old) and effect_at(Config, f"{path}.name"):
+        if isinstance(value, str) and is_config_block(old) and effect_at(Config, f"{path}.name"):
             value = {"name": value}
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
         # short for the block `layers`
         if isinstance(old, list) and isinstance(value, dict) and path == "model.normalizer":
             old = {"name": LayerList.name, "of": old}
-        if is_block(old) and is_block(value) and ("name" not in old or value.get("name", old["name"]) == old["name"]):
+        if (
+            is_config_block(old)
+            and is_config_block(value)
+            and ("name" not in old or value.get("name", old["name"]) == old["name"])
+        ):
             value = merge(old, value, f"{path}.")
         result[name] = value
     return result

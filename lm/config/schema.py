@@ -17,7 +17,7 @@ from dataclasses import fields as declared_fields
 from lm.attention.options import key as key
 from lm.config.removed_keys import removed_defaults, removed_name_advice
 from lm.errors import ConfigError, PluginUnavailable, Problem, suggest
-from lm.plain import Plain, child_items, convert, is_block, join_path, type_name
+from lm.plain import Plain, convert_to_type, is_config_block, items_with_paths, join_path, type_name
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
 BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
@@ -197,7 +197,7 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
 
     blocks, default = spec.metadata.get("blocks"), spec.metadata.get("default")
     if isinstance(default, dict):
-        if not is_block(value):
+        if not is_config_block(value):
             return refuse("must be a map from names to blocks")
         return {name: _select_block(blocks, None, item, f"{path}.{name}", problems) for name, item in value.items()}
     if isinstance(default, list):
@@ -205,11 +205,12 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
         if not isinstance(content, list):
             return refuse("must be a list of blocks")
         return [
-            _select_block(blocks, None, item, item_path, problems) for item_path, item in child_items(content, path)
+            _select_block(blocks, None, item, item_path, problems)
+            for item_path, item in items_with_paths(content, path)
         ]
     if blocks:
         return None if value is default is None else _select_block(blocks, default, value, path, problems)
-    if (result := convert(spec.type, value)) is MISSING:
+    if (result := convert_to_type(spec.type, value)) is MISSING:
         remedy = f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
         return refuse(f"must be {type_name(spec.type)}{removed_name_advice(value)}", remedy)
     limits, values = spec.metadata["limits"], result.values() if isinstance(result, dict) else result
@@ -234,7 +235,7 @@ def _select_block(blocks: BlockClasses, default: str | None, value: Plain, path:
     if isinstance(value, list) and "layers" in blocks:
         value = {"name": "layers", "of": value}
     value = {"name": value} if isinstance(value, str) else value
-    if not is_block(value) or value.get("name", default) is None:
+    if not is_config_block(value) or value.get("name", default) is None:
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", blocks)))
         return MISSING
     name = value.get("name", default)
@@ -271,6 +272,6 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
     own_problems = getattr(block, "problems", list)()
     problems = [replace(problem, path=join_path(path, problem.path)) for problem in own_problems]
     for spec in typed_fields(type(block)):
-        for item_path, item in child_items(getattr(block, spec.name), join_path(path, spec.name)):
+        for item_path, item in items_with_paths(getattr(block, spec.name), join_path(path, spec.name)):
             problems += cross_key_problems(item, item_path) if is_dataclass(item) else []
     return problems

@@ -52,7 +52,7 @@ from lm.data.tokenizer import (
     vocab_size,
 )
 from lm.errors import DataError
-from lm.files import json_bytes, plain_sha256, replace_file, sync_folder
+from lm.files import json_bytes, json_sha256, replace_file, sync_folder
 from lm.machine import usable_cores
 from lm.plain import Plain
 from lm.progress import Progress
@@ -142,7 +142,7 @@ def build_store(data: DataConfig, identity: dict[str, Plain], target: Path, prog
             if path.name not in facts["files"]:
                 path.unlink()
         manifest = identity | facts
-        write_store_file(store / MANIFEST, json_bytes({**manifest, "sha256": plain_sha256(manifest)}))
+        write_store_file(store / MANIFEST, json_bytes({**manifest, "sha256": json_sha256(manifest)}))
         os.rename(store, target)
         sync_folder(target.parent)
     except Exception:

@@ -12,7 +12,7 @@ from lm.data.build import build_store
 from lm.data.sources import source_identity, source_labels
 from lm.data.store import MANIFEST, STORE_FORMAT, Store, fingerprint
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
-from lm.files import file_lock, plain_sha256, read_json
+from lm.files import file_lock, json_sha256, read_json
 from lm.plain import Plain, to_plain
 from lm.progress import Progress
 
@@ -167,4 +167,4 @@ def _store_folder(data: DataConfig, identity: dict[str, Plain]) -> Path:
     """
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(source_labels(data))
-    return data.token_stores_folder / f"{name[:60]}-{plain_sha256(identity)[:12]}"
+    return data.token_stores_folder / f"{name[:60]}-{json_sha256(identity)[:12]}"

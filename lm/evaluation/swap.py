@@ -77,7 +77,7 @@ def swap_run(
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
         base = measurement_config(model, config_files)
-        with PLUGINS.trusted_text():
+        with PLUGINS.trust_user_text():
             config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
         check_plugin_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)

@@ -26,7 +26,7 @@ from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import find_metric
 from lm.experiments.judging import PrimaryMetric, Rate, SizeArm
 from lm.experiments.run_outcome import SELECTION_METRIC, OptionsByKind, read_tuning_table
-from lm.files import expand_home, plain_sha256
+from lm.files import expand_home, json_sha256
 from lm.model.spec import count_steps
 from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
@@ -200,7 +200,7 @@ class Experiment:
         own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
-            with PLUGINS.trusted_text():  # the user's file names the plugins
+            with PLUGINS.trust_user_text():  # the user's file names the plugins
                 self._configs[cache_key] = parse_config(plain)
         return replace(self._configs[cache_key], **own_keys)
 
@@ -308,7 +308,7 @@ def present_plan(experiment: Experiment) -> dict[str, dict]:
     shared |= {f"tune.{key}": value for key, value in vars(experiment.tune).items()}
     if experiment.table is not None:
         rows = sorted(experiment.table.to_csv(index=False).splitlines())
-        shared["tune.table"] = f"{experiment.tune.table} {plain_sha256(rows)[:8]}"
+        shared["tune.table"] = f"{experiment.tune.table} {json_sha256(rows)[:8]}"
     for size, arm in experiment.size_arms:
         start_keys = {"swap": arm.swap and vars(arm.swap), "train": arm.is_trained, "step": arm.branch_step}
         keys = deciding_keys(to_plain(experiment.config(size, arm, 0, None, {"name": "any"})))
@@ -462,7 +462,7 @@ def _parse_arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file
         refuse(TOKENS_KEY, tokens, "the arms of a size train equally long", "give it in base or sizes")
     if swap:
         normalizer = {"name": swap.to} | ({} if swap.init is None else {"init": swap.init})
-        with suppress(KeyError), PLUGINS.trusted_text():
+        with suppress(KeyError), PLUGINS.trust_user_text():
             init = getattr(NORMALIZER_OPTIONS[swap.to], "init", None)
             normalizer |= {"init": init} if init is not None and swap.init is None else {}
         changes = merge(changes, {"model": {"normalizer": normalizer}})

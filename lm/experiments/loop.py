@@ -35,7 +35,7 @@ from lm.experiments.procedure import (
 )
 from lm.experiments.run_outcome import Outcome
 from lm.files import folder_lock, read_json, write_json
-from lm.machine import STOP_SIGNALS, process_start, start_child
+from lm.machine import STOP_SIGNALS, process_start_time, start_child
 from lm.model.device import count_gpus, visible_gpu_names
 from lm.plain import Plain
 from lm.report.tables import number_text
@@ -260,7 +260,7 @@ class Cluster:
         if job is None or not self._is_alive(job, record["born"]):
             trainer = run.config.trainer
             job = self.submit(TrainingJob(run), trainer.num_nodes, trainer.devices)
-            birth = process_start(int(job.job_id)) if self.engine == "local" else ""
+            birth = process_start_time(int(job.job_id)) if self.engine == "local" else ""
             record = {"engine": self.scheduler_name, "id": job.job_id, "born": birth}
             write_json(path, record)
             print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
@@ -281,7 +281,9 @@ class Cluster:
     def _is_alive(self, job: "Job", birth: Plain) -> bool:
         """Return whether a job is queued or running. A `local` job runs while the process with its ID has the start
         time `birth`."""
-        return bool(birth) and process_start(int(job.job_id)) == birth if self.engine == "local" else not job.done()
+        return (
+            bool(birth) and process_start_time(int(job.job_id)) == birth if self.engine == "local" else not job.done()
+        )
 
 
 def _job_record(run: Run) -> dict[str, Plain]:

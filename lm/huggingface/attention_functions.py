@@ -31,7 +31,7 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.data.tokenizer import download_files
 from lm.errors import ConfigError, Problem
-from lm.functional import NamedNormalizer
+from lm.functional import NormalizerChoice
 from lm.huggingface.architectures import SLIDING_ATTENTION
 from lm.huggingface.importing import INDEX_FILE, WeightFiles
 from lm.plain import Plain
@@ -52,7 +52,7 @@ OWN_ATTENTION_MESSAGE = "{} computes attention by itself, or has none, whatever 
 WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX_FILE]
 
 
-def register(normalizers: Mapping[str, NamedNormalizer] | None = None) -> None:
+def register(normalizers: Mapping[str, NormalizerChoice] | None = None) -> None:
     """Register normalizers as attention functions of transformers.
 
     normalizers: {`attn_implementation`: normalizer}, such as {"lm_ssmax_b": {"name": "ssmax", "bias": True}}. None: all

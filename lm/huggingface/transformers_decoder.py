@@ -162,7 +162,7 @@ def load_transformers_decoder(folder: Path, normalizer: str, train_length: int |
     can't be replaced.
     """
     source = open_pretrained(str(folder), None, None)
-    with PLUGINS.trusted_text():
+    with PLUGINS.trust_user_text():
         options = build_named_block(LAYER_OPTIONS, parse_yaml(normalizer, "--normalizer"), "--normalizer")
     register({ATTENTION_FUNCTION_NAME: to_plain(options)})
     logging.disable_progress_bar()

@@ -17,7 +17,7 @@ import numpy as np
 from lm.config.tree import canonical_config, distinguishes_arms, keys_recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import yaml_scalar
-from lm.files import plain_sha256
+from lm.files import json_sha256
 from lm.plain import Plain, flatten
 from lm.runs.evaluations import UNIGRAM_BOUND_NAME, UNIGRAM_LEVEL_NAME, VAL_LOSS, Evaluation, last_evaluations
 from lm.runs.folder import (
@@ -82,7 +82,7 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
 
 def arm_hash(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
     """Return the identifier of a run's arm: 12 hex digits of a hash of `arm_definition`."""
-    return plain_sha256(arm_definition(config, environment))[:12]
+    return json_sha256(arm_definition(config, environment))[:12]
 
 
 def training_seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:

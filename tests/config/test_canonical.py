@@ -6,7 +6,7 @@ import pytest
 
 from lm.config.tree import canonical_config, config_differences, model_function_options
 from lm.errors import ConfigError
-from lm.files import plain_sha256
+from lm.files import json_sha256
 from lm.plain import to_plain
 from lm.runs.record import arm_hash
 from lm.training.train import train
@@ -51,7 +51,7 @@ def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_w
     """The values are those of 0.12.0."""
     config = tiny(*SIZES, "data.root=data", "data.source={name: files, paths: [texts]}")
     assert arm_hash(to_plain(config), {}) == "c5aef34a6f8f"
-    assert plain_sha256(model_function_options(config.model))[:12] == "a33fed0169cd"
+    assert json_sha256(model_function_options(config.model))[:12] == "a33fed0169cd"
     assert model_function_options(tiny(*SIZES, "model.mlp_bias=true").model) != model_function_options(config.model)
     assert model_function_options(tiny(*SIZES, "model.position.scaling=linear").model) != model_function_options(
         config.model

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 def test_bytes_leave_a_line_in_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("lm.progress.MIN_SECONDS_BETWEEN_LINES", 0.0)
     with Progress().byte_bar("encode", 4_000_000, 1_000_000) as bar:
         bar.update(1_000_000)
     with Progress("none").byte_bar("encode", 4_000_000) as bar:

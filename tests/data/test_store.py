@@ -15,7 +15,7 @@ from lm.config.data_config import DataConfig
 from lm.data.prepare import find_store, prepare
 from lm.data.store import MANIFEST, Store, fingerprint
 from lm.errors import DataError
-from lm.files import plain_sha256, write_json
+from lm.files import json_sha256, write_json
 
 
 @pytest.mark.parametrize("size", ["flipped", "truncated", "missing"])
@@ -65,7 +65,7 @@ def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(text_d
     store = prepare(text_data)
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
     manifest = {**store.manifest, "format": 4}
-    write_json(old / MANIFEST, {**manifest, "sha256": plain_sha256(manifest)})
+    write_json(old / MANIFEST, {**manifest, "sha256": json_sha256(manifest)})
     assert find_store(text_data, store.fingerprint).path == store.path
 
 
@@ -73,7 +73,7 @@ def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(text_d
 def unchecked(text_data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store whose hashes are not cached yet, and are soon."""
     store = prepare(text_data)
-    monkeypatch.setattr("lm.files._SETTLED_NS", -1)
+    monkeypatch.setattr("lm.files._RECENT_CHANGE_NS", -1)
     return store
 
 

@@ -21,7 +21,7 @@ from lm.experiments.definition import read_experiment
 from lm.experiments.loop import ExperimentTrainer, TrainingStopped
 from lm.experiments.procedure import Procedure, forget_failures, read_failure
 from lm.files import read_json
-from lm.machine import process_start
+from lm.machine import process_start_time
 from lm.runs.folder import read_metrics
 from lm.training.train import train
 
@@ -102,7 +102,7 @@ def at_work(folder: Path) -> dict[Path, int]:
         with suppress(OSError):
             words = (process / "cmdline").read_text().split("\0")
             file = Path(words[words.index("train") + 1]) if "train" in words else process
-            if file.parent == folder / "logs" and process_start(int(process.name)):
+            if file.parent == folder / "logs" and process_start_time(int(process.name)):
                 processes[folder / file.stem] = int(process.name)
     return processes
 

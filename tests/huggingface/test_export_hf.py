@@ -368,7 +368,7 @@ def test_each_normalizer_computes_2048_tokens_where_lm_can_not_be_imported(
     """A model with a layer for each normalizer of lm, and one for a plugin of one file."""
     (tmp_path / "powers.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
-    with PLUGINS.trusted_text():
+    with PLUGINS.trust_user_text():
         plugin = LAYER_OPTIONS["powers:Power"](p=0.2)
     PLUGINS.allow(["powers"])
     recipe = MODERN | {"position": Rope()}
@@ -401,7 +401,7 @@ def test_each_normalizer_computes_2048_tokens_where_lm_can_not_be_imported(
 def test_a_normalizer_from_outside_leaves_in_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "roots.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
-    with PLUGINS.trusted_text():
+    with PLUGINS.trust_user_text():
         plugin = LAYER_OPTIONS["roots:Power"](p=0.5)
     decoder, folder = moved(shape(plugin), 16, tmp_path)
     torch.testing.assert_close(of_transformers(folder)(tokens()[:, :16]).logits, decoder.logits(tokens()[:, :16]))
@@ -419,7 +419,7 @@ def test_a_plugin_of_several_files_is_refused_by_its_import(tmp_path: Path, monk
     (tmp_path / "strong" / "size.py").write_text("P = 0.1\n")
     (tmp_path / "strong" / "power.py").write_text("from strong.size import P\n" + PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
-    with PLUGINS.trusted_text():
+    with PLUGINS.trust_user_text():
         options = LAYER_OPTIONS["strong.power:Power"]()
     PLUGINS.allow(["strong"])
     save_model(Decoder(shape(options), 20, 16), tmp_path / "ours")
