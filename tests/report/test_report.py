@@ -187,4 +187,4 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
 )
 def test_numbers_have_no_exponent_and_zero_no_sign(value, written, as_difference):
     assert (number_text(value), signed_text(value)) == (written, as_difference)
-    assert Column("divergence", kind="mean").text(-1e-9) == "0.0000"
+    assert Column("divergence", kind="mean").mean_text(-1e-9) == "0.0000"
