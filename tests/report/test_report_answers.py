@@ -95,7 +95,7 @@ def test_chance_is_drawn(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.9})
     (picture,) = [picture for picture in pictures(compare_folders(folder)[0]) if picture.caption.startswith("Accuracy")]
     assert "chance, picking among the answers shown and not yet given" in picture.caption
-    assert [panel.levels for panel in picture.panels] == [
+    assert [panel.horizontal_line_labels for panel in picture.panels] == [
         {0.3397: "chance 0.34"},
         {0.125: "chance, roll-out 0.125"},
         {},
