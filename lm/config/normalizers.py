@@ -43,8 +43,8 @@ class Catalogue(dict[str, type[Options]]):
     def __missing__(self, name: str) -> type[Options]:
         """Import the plugin `name`, register its normalizer, and return its class of options."""
         plugin = PLUGINS.import_plugin(str(name), options_class)
-        NORMALIZER_BY_OPTIONS[plugin.options] = plugin.normalizer_class
-        return plugin.options
+        NORMALIZER_BY_OPTIONS[plugin.options_class] = plugin.normalizer_class
+        return plugin.options_class
 
     def suggestions(self) -> list[str]:
         """Return the names of lm's own normalizers and of the installed plugins, for error messages."""

@@ -74,7 +74,7 @@ def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):
     other = rewrite(build_run(tmp_path, "bf16", seed=3, trainer={"precision": "auto"}), starts=[start(0, "bf16-mixed")])
     assert arms(*pair, other) == [["asked-auto", "asked-32"], ["bf16"]]
     comparison, _ = compare_folders(*pair, other)
-    assert comparison.warning == "The arms differ in more than the normalizer: trainer.precision."
+    assert comparison.fairness_warning == "The arms differ in more than the normalizer: trainer.precision."
     assert [*comparison.arms] == ["softmax, precision=32", "softmax, precision=bf16-mixed"]
 
 
