@@ -1,6 +1,6 @@
-"""Checks of the promises that every normalizer keeps. Tests run the checks on lm's normalizers, `lm check-normalizer`
-on plugins. The first paragraph of a check's docstring is the promise. The second is a hint for the author of a
-normalizer that breaks it.
+"""This module checks the promises that every normalizer keeps. Tests run the checks on lm's normalizers, and `lm
+check-normalizer` runs them on plugins. The first paragraph of a check's docstring is the promise. The second is a hint
+for the author of a normalizer that breaks it.
 
 Shapes: B = 2 sequences, H = `HEADS` heads, T queries, S keys, D head size, L = `TRAIN_LENGTH`; `WIDTH` is the layer
 input's width. Unless a check says otherwise, tensors are in fp64.
@@ -233,8 +233,8 @@ def check_own_n(options: Options) -> None:
 
 
 def check_row_sums(options: Options) -> None:
-    """keys after the query have weight 0; the options declare sums of one exactly if each query's weights sum to one or
-    are all 0
+    """keys after the query have weight 0; each query's weights sum to one or are all 0, if and only if the options say
+    so
 
     set weights to 0 where `layout.visible()` is false; options say by `sums_to_one`, or by the value `sum` of `n`, that
     weights sum to one

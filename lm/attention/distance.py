@@ -30,8 +30,9 @@ class KeyBias(SoftmaxNormalizer):
     gpu_package = gpu_kernels.FLEX  # for packed documents
 
     def key_bias(self, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Return -c of each key of k (B, H, S, D + F), up to a constant per document: fp32, broadcastable to
-        (B, H, S).
+        """Return the bias -c of each key, up to a constant per document: fp32, broadcastable to (B, H, S).
+
+        k: (B, H, S, D + F), whose last F dimensions are `key_features`.
         """
         raise NotImplementedError
 

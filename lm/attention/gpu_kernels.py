@@ -38,7 +38,7 @@ def can_compute(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: 
     return (layout.mask_is_triangular or is_packed) and not why_unusable(normalizer, q, k, v)
 
 
-_KERNEL_PROBLEMS: dict[tuple[object, ...], str] = {}
+_KERNEL_PROBLEMS: dict[tuple[object, ...], str] = {}  # by normalizer, sizes, dtype and device; empty: none
 
 
 @keep_uncompiled
@@ -60,7 +60,9 @@ def why_unusable(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> str:
 def _compare_with_query_blocks(
     normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, the kernel's result and the result of query blocks, for output and gradients of small sequences."""
+    """Yield a name, the kernel's result and that of `attend_by_query_blocks`, for the output and the gradients of small
+    sequences.
+    """
     length, leaves = CHECKED_LENGTH, []
     for i, x in enumerate((q, k, v)):
         numbers = torch.arange(q.size(1) * length * x.size(-1), device=v.device).mul(1 + i).sin()
@@ -94,7 +96,7 @@ def flex_softmax(
     The scores s are `scale` x q.k (None: 1 / sqrt(D)), which `logit_map.map_logits` then changes if it is given. With
     `window` a query sees only its latest `window` keys.
     """
-    attend, _ = _flex_attention()
+    attend, _ = _flex_functions()
     score_mod = _make_score_mod(type(logit_map), repr(logit_map.options), logit_map) if logit_map else None
     with without_autocast(v.device):
         mask = _block_mask(layout, q.size(2), window)
@@ -102,19 +104,20 @@ def flex_softmax(
 
 
 @cache
-def _flex_attention() -> tuple[Callable, Callable]:
+def _flex_functions() -> tuple[Callable, Callable]:
     """Return two functions of PyTorch: FlexAttention, compiled, and the one that makes masks for it."""
     flex = import_module("torch.nn.attention.flex_attention")
     return torch.compile(flex.flex_attention), flex.create_block_mask
 
 
-_SCORE_MODS: dict[tuple[type, str], Callable] = {}
+_SCORE_MODS: dict[tuple[type, str], Callable] = {}  # FlexAttention's `score_mod`, by class and options of a normalizer
 
 
 def _make_score_mod(map_class: type, options_text: str, logit_map: nn.Module) -> Callable:
-    """Return the function by which FlexAttention changes scores: it computes `logit_map.map_logits`. Each such function
-    is compiled, so layers share one if they agree in `map_class`, the class of `logit_map`, and `options_text`, its
-    options.
+    """Return the function by which FlexAttention changes scores: it computes `logit_map.map_logits`.
+
+    Each such function is compiled. So layers share one if they agree in `map_class`, the class of `logit_map`, and
+    `options_text`, its options.
     """
 
     def map_logit(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -124,7 +127,9 @@ def _make_score_mod(map_class: type, options_text: str, logit_map: nn.Module) ->
 
 
 def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> object:
-    """Return FlexAttention's mask of a layout. All layers share it; the mask of whole documents serves all steps, too.
+    """Return FlexAttention's mask of a layout, which all layers share.
+
+    Without packed documents, later layouts of the same length share it, too.
 
     window: number of the latest keys that a query sees; None: all.
     """
@@ -149,7 +154,7 @@ def _make_mask(length: int, window: int | None, device: torch.device, documents:
         return (key <= query) & (query - key < (window or length)) & is_same
 
     count = len(documents) if documents is not None and len(documents) > 1 else None
-    return _flex_attention()[1](is_visible, count, None, length, length, device, _compile=True)
+    return _flex_functions()[1](is_visible, count, None, length, length, device, _compile=True)
 
 
 # ---------------------------------------------------------------- kernels of packages

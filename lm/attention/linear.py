@@ -64,7 +64,7 @@ class LinearNormalizer(DividedNormalizer):
         """
         return "identity" if self.options.features == "identity" else "features"
 
-    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def apply_feature_map(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features phi(q / D^(1/4)) and phi(k / D^(1/4)), of the shapes of `q` and `k`."""
         maps = {
             "identity": lambda x: x,
@@ -85,7 +85,7 @@ class LinearNormalizer(DividedNormalizer):
         """Return the products of query and key features, times g^t for keys t tokens back, (B, H, T, S). `normalize`
         then divides these scores; `log_decay` is ln g.
         """
-        q, k = self.features(q, k)
+        q, k = self.apply_feature_map(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay
 
@@ -100,7 +100,7 @@ class LinearNormalizer(DividedNormalizer):
         """
         k, v = self.expand_kv_heads(k, v)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
-        q, k = self.features(q.to(wide_dtype), k.to(wide_dtype))
+        q, k = self.apply_feature_map(q.to(wide_dtype), k.to(wide_dtype))
         factor, width, dtype, n_queries = self.weight_factor(layout), v.size(-1), v.dtype, q.size(2)
         if n_queries < k.size(2):
             q = F.pad(q, (0, 0, k.size(2) - n_queries, 0))

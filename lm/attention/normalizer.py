@@ -105,7 +105,7 @@ class Normalizer(torch.nn.Module, ABC):
         q = q if query_features is None else torch.cat((q, query_features), -1)
         return q, k if key_features is None else torch.cat((k, key_features), -1)
 
-    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+    def apply_feature_map(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return features of queries (B, H, T, F) and of keys (B, H, S, F) whose products, times a decay, are the
         scores. None if scores have another form.
         """

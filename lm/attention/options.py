@@ -15,9 +15,9 @@ _ROW_LENGTH_PATTERN = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|1
 
 
 def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_default: bool = False, **limits: float):
-    """Make a dataclass field for a configuration key with a default, a one-line description, an effect
-    (`lm.config.schema.DeclaredEffect`) and bounds (`gt ge lt le`).
+    """Make a dataclass field for a configuration key with a default, a one-line description and bounds (`gt ge lt le`).
 
+    effect: what the key affects, and whether a resumed run may change it (`lm.config.schema.Effect`).
     omit_default: `lm.plain.to_plain` leaves the key out while it has its default value. Use this for a new key in an
     existing block: the hashes of existing runs' configurations and arms then stay the same.
     """

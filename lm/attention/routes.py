@@ -202,9 +202,9 @@ class _BlockSoftmax(torch.autograd.Function):
     """Compute causal softmax(scale q.k + bias) v by blocks of queries. q (N, T, D) are the last T of S tokens; k is
     (N, S, D), v is (N, S, E), and the bias (N, 1, S) or None.
 
-    With a score map (`lm.attention.distance.MappedSoftmax`), softmax is of the scores that it makes of scale q.k.
-    Without a map the backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a
-    CPU, up to some hundred tokens.
+    With `logit_map` (a `lm.attention.distance.MappedSoftmax`), softmax is of the scores to which it maps scale q.k.
+    Without `logit_map` the backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time
+    on a CPU, up to some hundred tokens.
 
     In the forward pass q, k and the scores' softmax are in fp32 or wider, then weights and their products with v in v's
     dtype. In the backward pass gradients of weights are in fp32 or wider, then q, k and gradients of scores in v's

@@ -84,7 +84,7 @@ def _load_vector(x, i, T, PRESENT: tl.constexpr):
 
 @triton.jit
 def _program_block(T, BLOCK: tl.constexpr):
-    """Return this program's index n < N, of a sequence and head, and the first token of its block."""
+    """Return the index n < N of this program's sequence and head, and the first token of its block."""
     blocks = tl.cdiv(T, BLOCK)
     return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
 

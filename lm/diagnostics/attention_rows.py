@@ -144,10 +144,10 @@ class AttentionRows:
     @cached_property
     def features(self) -> tuple[Tensor, Tensor]:
         """Features of the queries (H, T, F) and of the keys (H, S, F), fp32, whose products are the scores of linear
-        attention (`Normalizer.features`).
+        attention (`Normalizer.apply_feature_map`).
         """
         q, k = self.inputs.q[:, :, self.queries].float(), self.inputs.k[:, :, : self.visible.size(-1)].float()
-        query, key = self.normalizer.features(q, k)
+        query, key = self.normalizer.apply_feature_map(q, k)
         return query[0], key[0]
 
     @cached_property

@@ -33,7 +33,7 @@ def test_flex_attention_computes_the_definition(name: str, monkeypatch: pytest.M
     def make_mask(*arguments: object, _compile: bool) -> object:
         return create_block_mask(*arguments)
 
-    monkeypatch.setattr(gpu_kernels, "_flex_attention", lambda: (flex_attention, make_mask))
+    monkeypatch.setattr(gpu_kernels, "_flex_functions", lambda: (flex_attention, make_mask))
     normalizer = random_normalizer(next(options for options in FLEX if options.name == name))
     q, k, v = random_inputs(96, normalizer=normalizer)
     starts = [torch.cat([torch.arange(n) for n in sizes]) for sizes in ([30, 66], [96])]

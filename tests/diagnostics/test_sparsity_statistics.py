@@ -42,7 +42,7 @@ def measured(decoder: Decoder) -> MeasuredValues:
 def test_non_negative_features_have_the_closed_form_of_independent_components():
     decoder = make_decoder(opt.Linear(features="relu", decay=True), std=1.0)
     values, (block, *_) = measured(decoder), attention_blocks(decoder, batch(), [QUERIES[3]])
-    q, k = block.normalizer.features(block.inputs.q, block.inputs.k)
+    q, k = block.normalizer.apply_feature_map(block.inputs.q, block.inputs.k)
     for head in range(HEADS):
         query, keys = q[0, head, QUERIES[3]].double(), k[0, head, : QUERIES[3] + 1].double()
         decay = torch.arange(len(keys)).double().mul(block.normalizer.log_decay(keys)[head]).exp()
