@@ -76,7 +76,7 @@ class Options:
         ]
 
     def layer_options(self) -> list["Options"]:
-        """Return the options of all normalizers that these options describe: [self], or the entries of a list of layers
+        """Return [self], or the options of each layer in turn if these options are a list of layers
         (`lm.config.normalizers.LayerList`).
         """
         return [self]
