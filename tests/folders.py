@@ -32,7 +32,7 @@ from lm.runs.evaluations import (
 from lm.runs.folder import checkpoint_paths, checkpoint_step
 from lm.runs.loading import load
 from lm.training.module import LanguageModel
-from lm.training.optimizers import saved_state
+from lm.training.optimizers import saved_optimizer_state
 
 EVERY_STEP_OPTIONS = [
     "trainer.checkpoint_every=1",
@@ -244,7 +244,7 @@ def run_differences(a: Path, b: Path) -> list[str]:
     first, second = (load_checkpoint(last_checkpoint(folder)) for folder in (a, b))
     if not equal_tensors(first["state_dict"], second["state_dict"]):
         names.append("weights")
-    states = [saved_state(checkpoint) for checkpoint in (first, second)]
+    states = [saved_optimizer_state(checkpoint) for checkpoint in (first, second)]
     if states[0].keys() != states[1].keys() or not all(
         equal_tensors(states[0][name], states[1][name]) for name in states[0]
     ):

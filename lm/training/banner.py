@@ -57,13 +57,13 @@ def _normalizer_text(normalizer: Normalizer) -> str:
     return f"{options.name}: {options.formula()}" + "".join(f"; {name} = {values[name]}" for name in values)
 
 
-def environment(
-    config: Config, store: Store, start: PhaseStart, machine: Machine, run_facts: dict[str, Plain]
+def environment_facts(
+    config: Config, store: Store, start: PhaseStart, machine: Machine, earlier_facts: dict[str, Plain]
 ) -> dict[str, Plain]:
     """Return the content of environment.json: facts on which results depend, other than the configuration. This start's
     settings are appended to `starts`.
 
-    run_facts: environment.json of a resumed run, else facts on the initial weights.
+    earlier_facts: environment.json of a resumed run, else facts on the initial weights.
     """
     commit, dirty = git_state()
     packages = ("torch", "lightning", "datasets", "tokenizers", "wandb", "numpy")
@@ -89,13 +89,13 @@ def environment(
         "data": {"store": str(store.path), "train_tokens": store.train.n_tokens},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
-        "wandb_id": run_facts.get("wandb_id") or os.urandom(6).hex(),
+        "wandb_id": earlier_facts.get("wandb_id") or os.urandom(6).hex(),
         "starts": [
-            *run_facts.get("starts", []),
+            *earlier_facts.get("starts", []),
             {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts},
         ],
-        "started_from": run_facts.get("started_from"),
-        "branched_from": run_facts.get("branched_from"),
+        "started_from": earlier_facts.get("started_from"),
+        "branched_from": earlier_facts.get("branched_from"),
     }
 
 

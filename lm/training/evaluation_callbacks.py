@@ -101,7 +101,7 @@ class Validation(EvaluationCallback):
         return result
 
 
-class CallbackMetrics(EvaluationCallback):
+class UserCallbackMetrics(EvaluationCallback):
     """At the last step, this callback records the metrics that users' callbacks gave to `self.log`, so that one of them
     can be an experiment's `primary.metric`.
     """

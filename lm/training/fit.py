@@ -39,8 +39,8 @@ from lm.runs.folder import (
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import truncate_manifest, write_files
 from lm.runs.record import read_run
-from lm.training.banner import banner, environment
-from lm.training.evaluation_callbacks import CallbackMetrics, EvaluationCallback, SwapEffect, Validation
+from lm.training.banner import banner, environment_facts
+from lm.training.evaluation_callbacks import EvaluationCallback, SwapEffect, UserCallbackMetrics, Validation
 from lm.training.launcher import Process
 from lm.training.lightning_import import L, MisconfigurationException, SIGTERMException
 from lm.training.loggers import MetricsFile, make_loggers
@@ -55,19 +55,19 @@ def fit(
     config: Config,
     store: Store,
     checkpoint: Path | None,
-    content: dict[str, object] | None,
-    source: LoadedModel | None,
+    checkpoint_content: dict[str, object] | None,
+    initial_model: LoadedModel | None,
     process: Process,
 ) -> int:
     """Train from step 0, or from a checkpoint of this run or of the run that it branches from. Return the exit status.
 
     Args:
         checkpoint: the path of this checkpoint; None: training starts at step 0.
-        content: the content of `checkpoint`.
-        source: the model that `init_from` names, for a new run.
+        checkpoint_content: the content of `checkpoint`.
+        initial_model: the model that `init_from` names, for a new run.
 
-    `lm.training.starting.check_before_preparation` has checked that weights in `content` or `source` fit the configured
-    model.
+    `lm.training.starting.check_before_preparation` has checked that weights in `checkpoint_content` or `initial_model`
+    fit the configured model.
 
     Raises LMError: the run can't start or continue; most checks come before anything is written.
     """
@@ -84,9 +84,9 @@ def fit(
         device = f"cpu ({torch.get_num_threads()} threads)"
 
     if checkpoint:
-        start, run_facts, notes = resume_or_branch(config, store, content, checkpoint)
+        start, earlier_facts, notes = resume_or_branch(config, store, checkpoint_content, checkpoint)
     else:
-        start, run_facts, notes = start_new_run(config, store, source)
+        start, earlier_facts, notes = start_new_run(config, store, initial_model)
     if start.step >= config.trainer.max_steps:
         if later_paths := [
             path for path in checkpoint_paths(config.run_folder / CHECKPOINTS) if checkpoint_step(path) > start.step
@@ -95,14 +95,14 @@ def fit(
             remedy = f"raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
             raise RunError(f"{checkpoint}: {reason}; {remedy}")
         if is_main:
-            _evaluate_missing(config, all_measurements, checkpoint, run_facts)
+            _evaluate_missing(config, all_measurements, checkpoint, earlier_facts)
         return 0
-    precision = resolve_precision(config, accelerator, run_facts)
+    precision = resolve_precision(config, accelerator, earlier_facts)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
-    compiled = resolve_compile(config, flops, accelerator, run_facts)
+    compiled = resolve_compile(config, flops, accelerator, earlier_facts)
 
     machine = Machine(accelerator, device, precision, compiled, process.launcher)
-    facts = environment(config, store, start, machine, run_facts)
+    facts = environment_facts(config, store, start, machine, earlier_facts)
     callbacks = make_user_objects("trainer.callbacks", config.trainer.callbacks, L.Callback)
     if is_main:
         print(banner(config, store, start, machine), *notes, sep="\n", flush=True)
@@ -193,15 +193,15 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
         accumulate_grad_batches=config.sequences_per_rank // config.micro_batch,
         log_every_n_steps=config.log.every,  # of what callbacks from outside give to `self.log`
         use_distributed_sampler=False,  # `StepData` gives each rank its own sequences
-        plugins=[launcher_plugin(run.machine.launcher), AtomicCheckpointIO(start.content)],
+        plugins=[launcher_plugin(run.machine.launcher), AtomicCheckpointIO(start.checkpoint_content)],
         logger=run.loggers,
         callbacks=[
             StopOnSignal(run),
             Metrics(run),  # starts the clock, which the callbacks below pause
             ProgressBar(run),
             # before Checkpoints, which saves their state of the step
-            *run.callbacks,
-            *[CallbackMetrics(run)] * bool(run.callbacks),
+            *run.user_callbacks,
+            *[UserCallbackMetrics(run)] * bool(run.user_callbacks),
             Validation(run, run.measurements[0]),  # before Checkpoints, which saves the best
             Checkpoints(run),
             # last, as they take long: a kill meanwhile loses no step

@@ -12,7 +12,7 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 
 # environment variable with the id of the process that starts the run's other processes
-STARTER_VARIABLE = "LM_STARTED_BY"
+PARENT_ID_VARIABLE = "LM_STARTED_BY"
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def end_with_parent(process: Process) -> None:
     if process.launcher != "lightning":
         return
     if not process.is_child:
-        os.environ[STARTER_VARIABLE] = str(os.getpid())
-    elif starter := os.environ.get(STARTER_VARIABLE):
+        os.environ[PARENT_ID_VARIABLE] = str(os.getpid())
+    elif starter := os.environ.get(PARENT_ID_VARIABLE):
         threading.Thread(target=_exit_without_parent, args=(int(starter),), daemon=True).start()
 
 
-def _exit_without_parent(parent: int) -> None:
-    """End this process at once when the process `parent` is no longer its parent."""
-    while os.getppid() == parent:
+def _exit_without_parent(parent_id: int) -> None:
+    """End this process at once when the process `parent_id` is no longer its parent."""
+    while os.getppid() == parent_id:
         time.sleep(0.5)
     os._exit(1)

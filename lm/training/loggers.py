@@ -13,7 +13,7 @@ from lm.runs.evaluations import VAL_LOSS
 from lm.runs.folder import METRICS
 from lm.training.lightning_import import L
 from lm.training.user_classes import make_user_objects
-from lm.training.wandb_runs import experiment_labels, finish_wandb_run, start_wandb_run, wandb_mode
+from lm.training.wandb_runs import finish_wandb_run, start_wandb_run, wandb_labels, wandb_mode
 
 if TYPE_CHECKING:
     import wandb
@@ -22,8 +22,8 @@ Logger, WandbLogger = L.pytorch.loggers.Logger, L.pytorch.loggers.WandbLogger
 rank_zero_only = L.pytorch.utilities.rank_zero_only
 
 # entries of environment.json for wandb
-WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "lm", "git_commit", "git_dirty")
-WANDB_FACTS += ("versions", "device", "precision", "compile")
+WANDB_ENVIRONMENT_KEYS = ("data_fingerprint", "parameters", "flops_per_token", "lm", "git_commit", "git_dirty")
+WANDB_ENVIRONMENT_KEYS += ("versions", "device", "precision", "compile")
 
 
 class RunLogger(Logger):
@@ -152,10 +152,10 @@ def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -
         logger.attempt(logger.log_hyperparams, to_plain(config))
     loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)] * is_main
     if is_main and (mode := wandb_mode(config.log, bool(config.experiment.name))) != "disabled":
-        facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
+        facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_ENVIRONMENT_KEYS}
         # one text to group runs by, also of a list of normalizers and of phases
         facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.training_phases)
-        labels = {"name": config.name, "dir": str(config.run_folder), **experiment_labels(config)}
+        labels = {"name": config.name, "dir": str(config.run_folder), **wandb_labels(config)}
         loggers.append(WandbRun(start_wandb_run(mode, environment["wandb_id"], config=facts, **labels)))
     loggers += outside
     for logger in loggers:

@@ -15,7 +15,7 @@ from lm.model.device import use_compile_cache
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT
 from lm.training.lightning_import import L
-from lm.training.optimizers import OPTIMIZER_STATES, make_optimizer, set_learning_rates, state_after_swap
+from lm.training.optimizers import OPTIMIZER_STATES_KEY, make_optimizer, set_learning_rates, state_after_swap
 from lm.training.run_context import RunContext
 from lm.training.starting import PhaseStart
 
@@ -37,7 +37,7 @@ class LanguageModel(L.LightningModule):
     grad_norm: float  # norm of the whole gradient, before clipping
     stop_requested: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
-    last_logged: tuple[float, float] | tuple[()] = ()  # loss and tokens a second, if the step just logged them
+    last_loss_and_speed: tuple[float, float] | tuple[()] = ()  # loss and tokens a second, if the step just logged them
 
     def __init__(self, run: RunContext, start: PhaseStart):
         super().__init__()
@@ -176,8 +176,8 @@ class LanguageModel(L.LightningModule):
         old = self.start.replaced_decoder
         if old and old.config.normalizer != self.decoder.config.normalizer:
             checkpoint["state_dict"] = self.state_dict()
-            (optimizer,) = checkpoint[OPTIMIZER_STATES]
-            checkpoint[OPTIMIZER_STATES] = [{**optimizer, "state": state_after_swap(optimizer["state"])}]
+            (optimizer,) = checkpoint[OPTIMIZER_STATES_KEY]
+            checkpoint[OPTIMIZER_STATES_KEY] = [{**optimizer, "state": state_after_swap(optimizer["state"])}]
 
 
 class StepData(L.LightningDataModule):

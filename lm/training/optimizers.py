@@ -1,8 +1,8 @@
 """This module has Muon, the builders of optimizers, groups of parameters, learning rates, and optimizer state by
 parameter name.
 
-A new optimizer needs an options class, its row in `lm.config.training_config.OPTIMIZERS`, and a builder in `BUILDERS`.
-An optimizer that treats projections separately finds them in the fused matrices with
+A new optimizer needs an options class, its row in `lm.config.training_config.OPTIMIZERS`, and a builder in
+`OPTIMIZER_BUILDERS`. An optimizer that treats projections separately finds them in the fused matrices with
 `lm.model.decoder.projection_rows`.
 """
 
@@ -23,7 +23,7 @@ NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coeffici
 NEWTON_SCHULZ_STEPS = 5
 MIN_NORM = 1e-7  # least norm that a matrix is divided by
 # entries of the matrices that are orthogonalised together, to bound memory; the last matrix may exceed it
-BATCH_ELEMENTS = 2**24
+MUON_BATCH_ELEMENTS = 2**24
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -34,15 +34,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
     class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together, for
     speed.
 
-    Batches of projections have about `BATCH_ELEMENTS` entries, or one larger matrix. A step needs 12 to 22 bytes for
-    each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have
-    AdamW's state.
+    Batches of projections have about `MUON_BATCH_ELEMENTS` entries, or one larger matrix. A step needs 12 to 22 bytes
+    for each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters
+    have AdamW's state.
 
-    Arguments are the same as for every builder in `BUILDERS`; Muon's options include AdamW's.
+    Arguments are the same as for every builder in `OPTIMIZER_BUILDERS`; Muon's options include AdamW's.
     """
 
     def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
-        self.options, self.projections = options, projection_rows(decoder)
+        self.options, self.projection_rows = options, projection_rows(decoder)
         self.adamw = adamw(options, [torch.empty(0)], decoder)  # gets this optimizer's groups and state at each step
         super().__init__(groups, self.adamw.defaults)
 
@@ -75,15 +75,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             batch += [
                 (matrix[rows], mean_gradient[rows])
-                for rows in self.projections.get(name, {"all": slice(None)}).values()
+                for rows in self.projection_rows.get(name, {"all": slice(None)}).values()
             ]
             n_elements += mean_gradient.numel()
-            if n_elements >= BATCH_ELEMENTS:
-                self._update_batch(batch, group["lr"])
+            if n_elements >= MUON_BATCH_ELEMENTS:
+                self._update_projections(batch, group["lr"])
                 batch, n_elements = [], 0
-        self._update_batch(batch, group["lr"])
+        self._update_projections(batch, group["lr"])
 
-    def _update_batch(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
+    def _update_projections(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
         """Update the projections in `batch`, pairs of a projection and its mean gradient. Projections of one shape are
         processed together.
         """
@@ -160,7 +160,7 @@ def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.
 
 
 # Builders by the options' name: (options, groups of named parameters, decoder) -> optimizer.
-BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": MuonAndAdamW}
+OPTIMIZER_BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": MuonAndAdamW}
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
@@ -168,10 +168,10 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
     step.
     """
     options = optim.optimizer
-    optimizer = BUILDERS[options.name](options, parameter_groups(decoder, optim), decoder)
+    optimizer = OPTIMIZER_BUILDERS[options.name](options, parameter_groups(decoder, optim), decoder)
     for group in optimizer.param_groups:
         group.setdefault("lr", 0.0)
-    name_state(optimizer)
+    use_named_state(optimizer)
     return optimizer
 
 
@@ -201,19 +201,19 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
 
 
 # the entry of a checkpoint with the `state_dict` of each optimizer, of which a run has one
-OPTIMIZER_STATES = "optimizer_states"
+OPTIMIZER_STATES_KEY = "optimizer_states"
 
 
-def name_state(optimizer: torch.optim.Optimizer) -> None:
+def use_named_state(optimizer: torch.optim.Optimizer) -> None:
     """Make `state_dict` and `load_state_dict` of an optimizer refer to parameters by name, not by number.
 
     A parameter that a loaded state lacks starts without state. Loading leaves the optimizer's options unchanged.
     """
-    optimizer.register_state_dict_post_hook(lambda _, content: {**content, "state": named_state(optimizer)})
-    optimizer.register_load_state_dict_pre_hook(_numbered_state)
+    optimizer.register_state_dict_post_hook(lambda _, content: {**content, "state": state_by_name(optimizer)})
+    optimizer.register_load_state_dict_pre_hook(_state_by_number)
 
 
-def named_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
+def state_by_name(optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Return the state of each parameter by its name."""
     return {
         name: dict(optimizer.state.get(parameter, {}))
@@ -222,13 +222,13 @@ def named_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     }
 
 
-def saved_state(checkpoint: dict[str, object]) -> OptimizerState | None:
+def saved_optimizer_state(checkpoint: dict[str, object]) -> OptimizerState | None:
     """Return the optimizer's state by parameter name from a checkpoint; None if it has none."""
-    (optimizer,) = checkpoint.get(OPTIMIZER_STATES) or [{}]
+    (optimizer,) = checkpoint.get(OPTIMIZER_STATES_KEY) or [{}]
     return optimizer.get("state")
 
 
-def _numbered_state(optimizer: torch.optim.Optimizer, content: dict[str, object]) -> dict[str, object]:
+def _state_by_number(optimizer: torch.optim.Optimizer, content: dict[str, object]) -> dict[str, object]:
     """Return `content`, whose state is by parameter name, with state by parameter number, as torch loads it. The state
     is copied, as the loaded state may be mapped from a file.
     """

@@ -48,10 +48,10 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0  # the number of the last signal; 0: none yet
         self._old_handlers: dict[int, object] = {}
-        self._terminals: list[int] = []
+        self._terminal_outputs: list[int] = []
 
     def __enter__(self) -> "StopRequest":
-        self._terminals = [output for output in (1, 2) if os.isatty(output)]
+        self._terminal_outputs = [output for output in (1, 2) if os.isatty(output)]
         self._old_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         if self._old_handlers[signal.SIGHUP] == signal.SIG_IGN:
             del self._old_handlers[signal.SIGHUP]
@@ -81,7 +81,7 @@ class StopRequest:
         signal.signal(number, self._next_handler(number))
         if number == signal.SIGHUP:  # writing to a closed terminal would raise an error
             null_device = os.open(os.devnull, os.O_WRONLY)
-            for output in self._terminals:
+            for output in self._terminal_outputs:
                 os.dup2(null_device, output)
             os.close(null_device)
 
@@ -116,7 +116,7 @@ class RunContext:
     machine: Machine
     loggers: list[L.pytorch.loggers.Logger]
     progress: StepProgress
-    callbacks: list[L.Callback] = field(default_factory=list)  # from outside
+    user_callbacks: list[L.Callback] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     stop: StopRequest = field(default_factory=StopRequest)
 

@@ -35,13 +35,13 @@ from lm.runs.folder import (
 from lm.runs.loading import LoadedModel, check_finite, load
 from lm.runs.record import arm_hash, tokens_before_run, training_seeds
 from lm.runs.resume_checks import resume_problems, trained_config
-from lm.training.optimizers import GROUP_NAMES, freeze, saved_state
+from lm.training.optimizers import GROUP_NAMES, freeze, saved_optimizer_state
 
 # ---------------------------------------------------------------- checks that need no data
 
 
 def check_before_preparation(
-    config: Config, checkpoint: Path | None, content: dict[str, object] | None
+    config: Config, checkpoint: Path | None, checkpoint_content: dict[str, object] | None
 ) -> tuple[Config, LoadedModel | None]:
     """Check everything that needs no data, before the preparation of the data takes minutes.
 
@@ -51,7 +51,7 @@ def check_before_preparation(
     Args:
         checkpoint: the path of the checkpoint that the run resumes or branches from; None: the run starts at step
             0.
-        content: the content of `checkpoint`.
+        checkpoint_content: the content of `checkpoint`.
 
     Raises:
         ConfigError: the device is missing, nothing is trained, the configuration doesn't fit the checkpoint or the
@@ -60,7 +60,7 @@ def check_before_preparation(
     """
     resolve_device(config)
     if checkpoint:
-        metadata, trained = content["lm"], trained_config(content["lm"], checkpoint)
+        metadata, trained = checkpoint_content["lm"], trained_config(checkpoint_content["lm"], checkpoint)
         config, is_branch = (
             with_steps(config, metadata["vocab_size"]),
             not owns_checkpoint(config.run_folder, checkpoint),
@@ -79,17 +79,19 @@ def check_before_preparation(
     check_plugin_causality(config)
     if checkpoint or not config.init_from:
         return config, None
-    source, shape = load(config.init_from), _valueless_decoder(config, 0)
-    models = ({"model": to_plain(model, include_defaults=True)} for model in (shape.config, source.decoder.config))
+    initial_model, shape = load(config.init_from), _valueless_decoder(config, 0)
+    models = (
+        {"model": to_plain(model, include_defaults=True)} for model in (shape.config, initial_model.decoder.config)
+    )
     problems = [
-        Problem(key, value, f"{source.path} has {value_text(source_value)}", "set it to that")
-        for key, (value, source_value) in config_differences(*models).items()
+        Problem(key, value, f"{initial_model.path} has {value_text(initial_value)}", "set it to that")
+        for key, (value, initial_value) in config_differences(*models).items()
         # normalizers are compared below; positions without weights may change
         if key_effect(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
     ]
-    if problems := problems or _weights_problems(config, shape, source.decoder, source.path):
+    if problems := problems or _weights_problems(config, shape, initial_model.decoder, initial_model.path):
         raise ConfigError(problems)
-    return with_steps(config, source.spec.vocab_size), source
+    return with_steps(config, initial_model.spec.vocab_size), initial_model
 
 
 def _valueless_decoder(config: Config, phase: int) -> Decoder:
@@ -121,18 +123,20 @@ def _check_trainable(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def _weights_problems(config: Config, decoder: Decoder, source: Decoder, path: Path | str) -> list[Problem]:
+def _weights_problems(config: Config, decoder: Decoder, saved_decoder: Decoder, path: Path | str) -> list[Problem]:
     """Return problems if learned positions, which are weights, or options of a normalizer differ from the decoder
-    `source` at `path`. Initial values may differ. Constants of formulas (`Normalizer.length_constants`) are compared by
-    their values.
+    `saved_decoder` at `path`. Initial values may differ. Constants of formulas (`Normalizer.length_constants`) are
+    compared by their values.
     """
-    problems, positions = [], (decoder.config.position, source.config.position)
+    problems, positions = [], (decoder.config.position, saved_decoder.config.position)
     is_learned = any(position.has_length_limit for position in positions)
-    if is_learned and (positions[0] != positions[1] or decoder.seq_len != source.seq_len):
-        reason = f"{path} has {positions[1].label} for {source.seq_len} tokens, and learned positions are weights"
+    if is_learned and (positions[0] != positions[1] or decoder.seq_len != saved_decoder.seq_len):
+        reason = (
+            f"{path} has {positions[1].label} for {saved_decoder.seq_len} tokens, and learned positions are weights"
+        )
         problems.append(Problem("model.position", positions[0].name, reason, "set it and data.seq_len to that"))
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
-    for pair in zip(decoder.normalizers(), source.normalizers(), strict=True):
+    for pair in zip(decoder.normalizers(), saved_decoder.normalizers(), strict=True):
         options = [
             to_plain(normalizer.options, include_defaults=True) | normalizer.length_constants() for normalizer in pair
         ]
@@ -178,7 +182,7 @@ class RunState:
     elapsed_s: float = 0.0  # seconds of training
 
     @classmethod
-    def from_plain(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
+    def from_metadata(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
         """Return the run state in a checkpoint's `metadata`. Its `best` is None if `folder` no longer has the
         checkpoint of the best step.
         """
@@ -204,7 +208,7 @@ class PhaseStart:
     # on the CPU, with the weights to train from; where training continues, Lightning loads them into it
     decoder: Decoder
     state: RunState = field(default_factory=RunState)
-    content: dict[str, object] | None = None  # of the checkpoint from which training continues
+    checkpoint_content: dict[str, object] | None = None  # of the checkpoint from which training continues
     replaced_decoder: Decoder | None = (
         None  # the decoder that a swap at this step replaced, until its effect is measured
     )
@@ -215,7 +219,7 @@ class PhaseStart:
 
 
 def start_new_run(
-    config: Config, store: Store, source: LoadedModel | None = None
+    config: Config, store: Store, initial_model: LoadedModel | None = None
 ) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """Return the start of a new run, facts on its initial weights for environment.json ({} for random weights), and
     notes to print.
@@ -225,42 +229,42 @@ def start_new_run(
     (`lm.runs.record`). If no run trained it, `arm` is `weights`, and `seeds` is empty. If the initial weights of that
     run were trained, too, `tokens_before` is the number of tokens of that earlier training.
 
-    source: the model that `init_from` names; its decoder is moved to the meta device to free memory.
+    initial_model: the model that `init_from` names; its decoder is moved to the meta device to free memory.
 
-    Raises ConfigError: the data's tokenizer is not the tokenizer of `source`.
+    Raises ConfigError: the data's tokenizer is not the tokenizer of `initial_model`.
     """
-    vocab_size = source.spec.vocab_size if source else store.vocab_size
-    if source:
-        _check_tokenizer(config, store, source)
+    vocab_size = initial_model.spec.vocab_size if initial_model else store.vocab_size
+    if initial_model:
+        _check_tokenizer(config, store, initial_model)
     decoder = Decoder(config.model_in_phase(0), vocab_size, config.data.seq_len, config.seed)
     freeze(decoder, config.train_only)
     start = PhaseStart(0, 0, decoder)
-    if source is None:
+    if initial_model is None:
         return start, {}, []
-    decoder.load_state_dict(source.decoder.state_dict())
-    source.decoder.to("meta")  # or the weights would be held twice during training
+    decoder.load_state_dict(initial_model.decoder.state_dict())
+    initial_model.decoder.to("meta")  # or the weights would be held twice during training
     origin = {
-        "path": str(source.path),
-        "step": source.training_facts["step"],
-        "tokens": source.training_facts["tokens_seen"],
-        "normalizer": source.decoder.config.normalizer.label(),
+        "path": str(initial_model.path),
+        "step": initial_model.training_facts["step"],
+        "tokens": initial_model.training_facts["tokens_seen"],
+        "normalizer": initial_model.decoder.config.normalizer.label(),
         "weights": weights_sha256(decoder.state_dict())[:12],
     }
-    if earlier_tokens := tokens_before_run(source.environment):
+    if earlier_tokens := tokens_before_run(initial_model.environment):
         origin["tokens_before"] = earlier_tokens
     origin |= {"arm": origin["weights"], "seeds": []}
-    if source.config:
-        run = to_plain(source.config), source.environment
+    if initial_model.config:
+        run = to_plain(initial_model.config), initial_model.environment
         origin |= {"arm": arm_hash(*run), "seeds": list(training_seeds(*run))}
-    notes = [f"weights from {source.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
-    notes += _change_notes(source.decoder.config.position, source.decoder.seq_len, config, 0)
-    if not origin["tokens"] or store.fingerprint != source.training_facts["data_fingerprint"]:
+    notes = [f"weights from {initial_model.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
+    notes += _position_and_length_notes(initial_model.decoder.config.position, initial_model.decoder.seq_len, config, 0)
+    if not origin["tokens"] or store.fingerprint != initial_model.training_facts["data_fingerprint"]:
         known = "on other data or another split" if origin["tokens"] else "on text that is not known"
         notes.append(f"note: those weights were trained {known}: what is held out here they may have seen")
     return start, {"started_from": origin}, notes
 
 
-def _change_notes(position: Position, length: int, config: Config, phase: int) -> list[str]:
+def _position_and_length_notes(position: Position, length: int, config: Config, phase: int) -> list[str]:
     """Return notes on what changes for trained weights: their positions or their training length."""
     notes, new_position = [], config.model_in_phase(phase).position
     if position != new_position:
@@ -303,7 +307,7 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     metadata = checkpoint["lm"]
     phase = config.phase_index(metadata["step"])
     decoder = Decoder(config.model_in_phase(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
-    state = RunState.from_plain(metadata, config.run_folder / CHECKPOINTS)
+    state = RunState.from_metadata(metadata, config.run_folder / CHECKPOINTS)
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)
     if (model := config.model_in_phase(phase)) != decoder.config:
         decoder.load_state_dict(checkpoint["state_dict"])
@@ -314,20 +318,20 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 
 
 def resume_or_branch(
-    config: Config, store: Store, content: dict[str, object], path: Path
+    config: Config, store: Store, checkpoint_content: dict[str, object], path: Path
 ) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """Return the start of a run from a checkpoint, facts for environment.json on the run that saved the checkpoint, and
     notes to print. `check_before_preparation` has compared the configurations.
 
-    content, path: content and path of the checkpoint.
+    checkpoint_content, path: content and path of the checkpoint.
 
     Raises:
         ConfigError: the data or a plugin's code differ from what the checkpoint was trained with.
         RunError: the checkpoint holds weights alone, or weights that aren't finite; the log was altered, or
             environment.json is missing.
     """
-    metadata, run = content["lm"], path.resolve().parent.parent
-    if saved_state(content) is None:
+    metadata, run = checkpoint_content["lm"], path.resolve().parent.parent
+    if saved_optimizer_state(checkpoint_content) is None:
         reason = "holds weights alone and can't be resumed; start a new run from them"
         raise RunError(f"{path}: {reason}: init_from={path.parent.parent} name=...")
     trained = trained_config(metadata, path)
@@ -340,9 +344,9 @@ def resume_or_branch(
         if name in config.normalizer_names:
             reason = f"its code is {new_code}, {path} was trained with {old_code}"
             raise ConfigError([Problem("model.normalizer", name, reason, f"bring that code back, {remedy}")])
-    check_finite(content["state_dict"], path)
+    check_finite(checkpoint_content["state_dict"], path)
     facts, step = read_environment(run), metadata["step"]
-    start, notes = start_from_checkpoint(config, content), []
+    start, notes = start_from_checkpoint(config, checkpoint_content), []
     old_steps, steps = trained.trainer.max_steps, config.trainer.max_steps
     # a run at its end planned no rate for a further step
     rates = trained.lr_at(min(step, old_steps - 1)), config.lr_at(step)
@@ -363,7 +367,7 @@ def resume_or_branch(
         "tokens": metadata["tokens"],
         "arm": arm_hash(to_plain(trained), earlier),
     }
-    notes += _change_notes(
+    notes += _position_and_length_notes(
         trained.model_in_phase(metadata["phase"]).position, trained.data.seq_len, config, metadata["phase"]
     )
     kept = {name: facts[name] for name in ("precision", "compile", "started_from") if name in facts}

@@ -89,7 +89,7 @@ class Metrics(StepCallback):
                 **(normalizer_parameters(module.decoder) if trainer.is_global_zero else {}),
             },
         )
-        module.last_logged = loss, speed
+        module.last_loss_and_speed = loss, speed
 
 
 def normalizer_parameters(decoder: Decoder) -> dict[str, float]:
@@ -121,8 +121,8 @@ class ProgressBar(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Show that the step is done."""
-        self.run.progress.advance(step, *module.last_logged)
-        module.last_logged = ()
+        self.run.progress.advance(step, *module.last_loss_and_speed)
+        module.last_loss_and_speed = ()
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -134,12 +134,12 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
 
     Lightning's own plug-in writes through $TMPDIR, so that a process that dies may leave a truncated file.
 
-    content: the verified content of the checkpoint from which training continues; its file is not read again, as the
-    file may be replaced meanwhile. None: `load_checkpoint` reads the file.
+    checkpoint_content: the verified content of the checkpoint from which training continues; its file is not read
+    again, as the file may be replaced meanwhile. None: `load_checkpoint` reads the file.
     """
 
-    def __init__(self, content: dict[str, object] | None = None):
-        self.content = content
+    def __init__(self, checkpoint_content: dict[str, object] | None = None):
+        self.checkpoint_content = checkpoint_content
         self.failure: RunError | None = None  # of the last save: a callback's state can't be read back, or no space
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
@@ -156,7 +156,7 @@ class AtomicCheckpointIO(L.fabric.plugins.CheckpointIO):
         self, path: str | Path, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, object]:
         """Return the content of a checkpoint, plain data and tensors on the CPU."""
-        content, self.content = self.content, None
+        content, self.checkpoint_content = self.checkpoint_content, None
         return content or load_checkpoint(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -180,10 +180,10 @@ class Checkpoints(StepCallback):
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Save a checkpoint if one is due."""
         best = module.start.state.best
-        if self.is_regular(step) or step in self.config.phase_ends or (best and best.step == step):
+        if self.is_regular_step(step) or step in self.config.phase_ends or (best and best.step == step):
             self.save(trainer, module)
 
-    def is_regular(self, step: int) -> bool:
+    def is_regular_step(self, step: int) -> bool:
         """Return whether `step` is a multiple of `checkpoint_every` or the last step. The last `keep_checkpoints`
         regular checkpoints are kept.
         """
@@ -215,11 +215,11 @@ class Checkpoints(StepCallback):
         self.run.clock.exclude_since(begin)
 
     def prune(self, best: BestStep | None) -> None:
-        """Delete all checkpoints `step-N.ckpt` except the newest, the best, the last regular ones (`is_regular`), and
-        checkpoints at the ends of phases.
+        """Delete all checkpoints `step-N.ckpt` except the newest, the best, the last regular ones (`is_regular_step`),
+        and checkpoints at the ends of phases.
         """
         steps = [checkpoint_step(path) for path in checkpoint_paths(self.folder)]
-        regular_steps = [step for step in steps if self.is_regular(step)][-self.config.trainer.keep_checkpoints :]
+        regular_steps = [step for step in steps if self.is_regular_step(step)][-self.config.trainer.keep_checkpoints :]
         kept_steps = {self.saved_step, best and best.step, *regular_steps, *self.config.phase_ends[:-1]}
         for step in {*steps} - kept_steps:
             checkpoint_path(self.folder, step).unlink(missing_ok=True)

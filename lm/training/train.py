@@ -40,9 +40,9 @@ def train(config: Config) -> int:
             remedy = "start no second process on this run, or set runs to a folder on another one"
             print(f"note: {lock_note}: {remedy}", file=sys.stderr)
         try:
-            content = load_checkpoint(checkpoint) if checkpoint else None
-            config, source = check_before_preparation(config, checkpoint, content)
-            data_fingerprint = content["lm"]["data_fingerprint"] if content else ""
+            checkpoint_content = load_checkpoint(checkpoint) if checkpoint else None
+            config, initial_model = check_before_preparation(config, checkpoint, checkpoint_content)
+            data_fingerprint = checkpoint_content["lm"]["data_fingerprint"] if checkpoint_content else ""
             store = prepare(config.data, progress=is_main, store_fingerprint=data_fingerprint)
             config = with_steps(config, store.vocab_size)
             for index, phase in enumerate(config.training_phases):
@@ -53,7 +53,7 @@ def train(config: Config) -> int:
                 import torchmetrics  # noqa: F401 (`self.log` needs it)
             from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it
 
-            return fit(config, store, checkpoint, content, source, process)
+            return fit(config, store, checkpoint, checkpoint_content, initial_model, process)
         except BaseException:
             has_results = any((folder / CHECKPOINTS).glob("*.ckpt")) or (folder / METRICS).exists()
             if has_created_folder and not has_results:
@@ -94,7 +94,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
             choices = choices if files else "a path; the run has no checkpoint"
             raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
         if not owns_checkpoint(folder, path):
-            raise _checkpoint_of_another_run(path, config)
+            raise _another_run_error(path, config)
         return path
     # a kill within the first save leaves a temporary file, perhaps with its line in the manifest
     is_empty = not any((folder / CHECKPOINTS).glob("*"))
@@ -104,7 +104,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
     return files[-1] if files else None
 
 
-def _checkpoint_of_another_run(path: Path, config: Config) -> RunError:
+def _another_run_error(path: Path, config: Config) -> RunError:
     """Return the error for a checkpoint that `resume` names and that belongs to another run."""
     return RunError(
         f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; "
@@ -112,15 +112,15 @@ def _checkpoint_of_another_run(path: Path, config: Config) -> RunError:
     )
 
 
-def refuse_moved_run(config: Config, files: list[str]) -> None:
-    """Check that `resume=auto` with the config.yaml of a run folder, one of `files`, goes on with the run in that
-    folder.
+def refuse_moved_run(config: Config, config_files: list[str]) -> None:
+    """Check that `resume=auto` with the config.yaml of a run folder, one of `config_files`, goes on with the run in
+    that folder.
 
     Raises RunError: the folder was renamed, or `runs` is relative to another folder, so that a new run would start.
     """
-    for folder in [Path(file).parent / CHECKPOINTS for file in files if config.resume == "auto"]:
+    for folder in [Path(file).parent / CHECKPOINTS for file in config_files if config.resume == "auto"]:
         if (checkpoints := checkpoint_paths(folder)) and not owns_checkpoint(config.run_folder, checkpoints[-1]):
-            raise _checkpoint_of_another_run(checkpoints[-1], config)
+            raise _another_run_error(checkpoints[-1], config)
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import wandb
 
 # longest wait for wandb's server before a run is logged offline, and for unsent data at the end
-WANDB_SECONDS = 60.0
+WANDB_TIMEOUT_S = 60.0
 
 
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
@@ -59,7 +59,11 @@ def start_wandb_run(mode: str, run_id: str, *, tags: list[str], dir: str, **argu
     import wandb
 
     try:
-        time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
+        time_limits = {
+            "init_timeout": WANDB_TIMEOUT_S,
+            "finish_timeout": WANDB_TIMEOUT_S,
+            "finish_timeout_raises": True,
+        }
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
         wandb.setup(settings)  # without the settings it prints which credentials it found
         return wandb.init(
@@ -86,14 +90,14 @@ def start_wandb_run(mode: str, run_id: str, *, tags: list[str], dir: str, **argu
 
 
 def finish_wandb_run(run: "wandb.Run") -> None:
-    """End a wandb run. Data not sent within `WANDB_SECONDS` stay on disk, and a printed note says how to send them
+    """End a wandb run. Data not sent within `WANDB_TIMEOUT_S` stay on disk, and a printed note says how to send them
     later.
     """
     try:
         run.finish()
     except TimeoutError:
         advice = f"all is kept, to be sent later: wandb sync {Path(run.dir).parent}"
-        print(f"wandb: the server has not taken everything within {WANDB_SECONDS:g} s; {advice}", flush=True)
+        print(f"wandb: the server has not taken everything within {WANDB_TIMEOUT_S:g} s; {advice}", flush=True)
 
 
 def send_report(
@@ -148,7 +152,7 @@ def send_report(
         raise RunError(f"wandb: the report was not sent: {one_line(error, 120)}; it is {report}") from None
 
 
-def experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
+def wandb_labels(config: Config) -> dict[str, str | list[str] | None]:
     """Return the wandb group, job type and tags of a run of an experiment; they are None or empty for any other run."""
     run = config.experiment
     if not run.name:

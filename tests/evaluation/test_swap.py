@@ -31,7 +31,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import logged_means
 from lm.runs.loading import load
 from lm.statistics.intervals import Interval
-from lm.training.optimizers import saved_state
+from lm.training.optimizers import saved_optimizer_state
 from lm.training.train import train
 
 HERE = Device(torch.device("cpu"), bf16=False)
@@ -360,7 +360,7 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
         0,
         len(checkpoint_weights(plain)),
     )
-    state = saved_state(load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt"))
+    state = saved_optimizer_state(load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt"))
     steps = {int(moments["step"]) for moments in state.values()}
     assert steps == {1, 5}  # new parameters start afresh, the others go on
     means = {result.metric: result.means for result in stored_curves(swapped_run, "swap", 4)}

@@ -22,7 +22,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import export
 from lm.runs.record import read_run
 from lm.training.module import LanguageModel
-from lm.training.optimizers import saved_state
+from lm.training.optimizers import saved_optimizer_state
 from lm.training.train import train
 
 LOGGED = ("train/loss", "train/grad_norm", "lr", "val/loss")
@@ -81,7 +81,7 @@ def test_a_branch_that_changes_nothing_is_the_uninterrupted_run_bit_for_bit(tiny
     assert after(config.run_folder, 0) == after(trunk, 3)
     assert equal_tensors(checkpoint_weights(config.run_folder), checkpoint_weights(trunk))
     trunk_state, branch_state = (
-        saved_state(load_checkpoint(last_checkpoint(folder))) for folder in (trunk, config.run_folder)
+        saved_optimizer_state(load_checkpoint(last_checkpoint(folder))) for folder in (trunk, config.run_folder)
     )
     assert trunk_state.keys() == branch_state.keys()
     assert all(equal_tensors(trunk_state[name], branch_state[name]) for name in trunk_state)

@@ -11,7 +11,7 @@ from folders import is_group_alive
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.training.launcher import STARTER_VARIABLE, Process, this_process
+from lm.training.launcher import PARENT_ID_VARIABLE, Process, this_process
 from lm.training.train import train
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
@@ -119,5 +119,5 @@ def test_a_process_ends_soon_after_the_one_that_started_it_was_killed():
 def test_a_process_whose_parent_is_gone_before_it_begins_ends():
     gone = subprocess.Popen(["true"])
     gone.wait()
-    environment = {**os.environ, "LOCAL_RANK": "1", STARTER_VARIABLE: str(gone.pid)}
+    environment = {**os.environ, "LOCAL_RANK": "1", PARENT_ID_VARIABLE: str(gone.pid)}
     assert subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=50).returncode == 1

@@ -98,7 +98,7 @@ def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key of wandb, and no server; wandb is given up after a second."""
-    monkeypatch.setattr("lm.training.wandb_runs.WANDB_SECONDS", 1.0)
+    monkeypatch.setattr("lm.training.wandb_runs.WANDB_TIMEOUT_S", 1.0)
     for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
 

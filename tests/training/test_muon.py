@@ -10,10 +10,10 @@ from lm.config.tree import Config
 from lm.model.decoder import Decoder, parameter_group, projection_rows
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.optimizers import (
-    BATCH_ELEMENTS,
+    MUON_BATCH_ELEMENTS,
     make_optimizer,
     orthogonal_approximation,
-    saved_state,
+    saved_optimizer_state,
 )
 from lm.training.train import train
 
@@ -58,13 +58,13 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8)}
 
 
-@pytest.mark.parametrize("elements", [BATCH_ELEMENTS, 1])
+@pytest.mark.parametrize("elements", [MUON_BATCH_ELEMENTS, 1])
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_each_projection_gets_the_update_of_torch_s_muon_alone(
     tiny, monkeypatch: pytest.MonkeyPatch, model: str, kind: str, elements: int
 ):
-    monkeypatch.setattr("lm.training.optimizers.BATCH_ELEMENTS", elements)
+    monkeypatch.setattr("lm.training.optimizers.MUON_BATCH_ELEMENTS", elements)
     monkeypatch.setattr("lm.training.optimizers.describe_bf16_hardware", lambda accelerator: "as in torch's")
     options = OPTIONS[kind]
     decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=options))
@@ -135,7 +135,7 @@ def test_a_run_keeps_its_state_in_fp32(tiny):
         "trainer.precision=bf16-mixed",
     )
     assert train(config) == 0
-    states = saved_state(load_checkpoint(last_checkpoint(config.run_folder)))
+    states = saved_optimizer_state(load_checkpoint(last_checkpoint(config.run_folder)))
     assert states["blocks.0.attention.qkv.weight"].keys() == {"momentum_buffer"}
     assert states["embedding.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert {value.dtype for state in states.values() for value in state.values()} == {torch.float32}
