@@ -11,7 +11,9 @@ from lm.files import expand_home
 from lm.plugins import PLUGINS
 
 OutFile = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
-Checkpoint = Annotated[str, typer.Option(help="checkpoint of a run: last, best (lowest selection loss), or a step")]
+CheckpointChoice = Annotated[
+    str, typer.Option(help="checkpoint of a run: last, best (lowest selection loss), or a step")
+]
 ModelSource = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export")]
 NewFolder = Annotated[Path, typer.Option("--out", "-o", help="folder to create")]
 

@@ -18,7 +18,7 @@ ReportFolder = Annotated[
         help="folder to write [default: `report` in the run's folder; of several runs, beside the first]",
     ),
 ]
-Baseline = Annotated[
+BaselineArm = Annotated[
     str | None,
     typer.Option(help="the arm that the others are compared with: its label or one of its runs [default: the first]"),
 ]
@@ -183,7 +183,7 @@ def noise(
         print(*noise_sentences(entry), sep="\n")
 
 
-def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None) -> None:
+def report(runs: RunFolders, out: ReportFolder = None, baseline: BaselineArm = None) -> None:
     """Write the report of one run, or compare several.
 
     Writes the page report.html, its pictures as SVG, and its tables as CSV.

@@ -10,7 +10,7 @@ import typer
 
 from lm.commands.arguments import (
     AllowPlugin,
-    Checkpoint,
+    CheckpointChoice,
     ModelSource,
     NewFolder,
     OutFile,
@@ -43,7 +43,7 @@ InitialValues = Annotated[
 
 def eval_(
     arguments: RunsAndOverrides,
-    checkpoint: Checkpoint = "last",
+    checkpoint: CheckpointChoice = "last",
     normalizer: Annotated[
         str, typer.Option(help="normalizer of models hf:FOLDER, which run in transformers, e.g. ssmax")
     ] = "softmax",
@@ -98,7 +98,7 @@ def diagnose(
     ] = None,
     layer: Annotated[list[int] | None, typer.Option(help="a layer that --text draws, from 0; may be repeated")] = None,
     head: Annotated[list[int] | None, typer.Option(help="a head that --text draws, from 0; may be repeated")] = None,
-    checkpoint: Checkpoint = "last",
+    checkpoint: CheckpointChoice = "last",
     out: OutFile = None,
     allow_plugin: AllowPlugin = None,
 ) -> None:
@@ -138,7 +138,7 @@ def swap(
         ),
     ] = None,
     init: InitialValues = None,
-    checkpoint: Checkpoint = "last",
+    checkpoint: CheckpointChoice = "last",
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Replace the normalizer of a trained model.
@@ -188,7 +188,7 @@ def import_(
 def export(
     source: ModelSource,
     out: NewFolder,
-    checkpoint: Checkpoint = "last",
+    checkpoint: CheckpointChoice = "last",
     format: Annotated[
         Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: a folder that transformers loads")
     ] = "lm",
@@ -220,7 +220,7 @@ def generate(
         int | None, typer.Option(min=1, max=10**9, help="sample from the k most probable tokens only")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the sampling")] = 0,
-    checkpoint: Checkpoint = "last",
+    checkpoint: CheckpointChoice = "last",
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Generate text with a trained model.

@@ -71,7 +71,7 @@ def train(*configuration: ConfigArgument, verbose: bool = False) -> Path:
         ConfigError: the configuration is wrong.
         RunError: training failed; the message is the message of `lm train`.
     """
-    arguments = _arguments(configuration)
+    arguments = _command_arguments(configuration)
     config = load_config(arguments)
     command, stdout = [sys.executable, "-m", "lm", "train", *arguments], None if verbose else subprocess.DEVNULL
     process = start_child(command, stdout, subprocess.PIPE, text=True)
@@ -108,10 +108,10 @@ def evaluate(*arguments: ConfigArgument, checkpoint: str | int = "last", verbose
 
     Raises LMError: `lm eval` would end with this error.
     """
-    folders, overrides = paths_and_overrides(_arguments(arguments), "no run folder given, e.g. runs/softmax")
+    folders, overrides = paths_and_overrides(_command_arguments(arguments), "no run folder given, e.g. runs/softmax")
     with _silence_unless(verbose):
         records = evaluate_runs(folders, str(checkpoint), overrides)
-    return frame(evaluation_block(record.evaluation, _folder_columns(record.folder)) for record in records)
+    return frame(evaluation_block(record.evaluation, _descriptive_columns(record.folder)) for record in records)
 
 
 def compare(
@@ -129,7 +129,7 @@ def compare(
 
     Raises LMError: `lm compare` would end with this error.
     """
-    experiments = read_experiments(_arguments(arguments))
+    experiments = read_experiments(_command_arguments(arguments))
     if len(experiments) > 1:
         raise RunError(f"{experiments[1].file}: lm.compare works on one experiment: call it for each")
     if jobs is not None and jobs < 1:
@@ -188,7 +188,7 @@ def _verdict_frame(csv_file: Path | io.StringIO) -> pd.DataFrame:
     return pd.read_csv(csv_file, keep_default_na=False, na_values=[""])
 
 
-def _folder_columns(folder: Path) -> dict[str, object]:
+def _descriptive_columns(folder: Path) -> dict[str, object]:
     """Return {column: value} of the columns of `lm.results` that describe a run, for this folder. A model folder has
     only `run` and `folder`.
     """
@@ -197,7 +197,7 @@ def _folder_columns(folder: Path) -> dict[str, object]:
     return {"run": folder.resolve().name, "folder": str(folder)}
 
 
-def _arguments(values: Sequence[ConfigArgument]) -> list[str]:
+def _command_arguments(values: Sequence[ConfigArgument]) -> list[str]:
     """Convert files, overrides and mappings to command-line arguments. Each key of a mapping becomes an override."""
     texts = []
     for value in values:

@@ -10,20 +10,20 @@ import typer
 
 from lm.commands.arguments import AllowPlugin
 
-Configuration = Annotated[
+ConfigArguments = Annotated[
     list[str],
     typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win"),
 ]
-Reference = Annotated[
+PrintReference = Annotated[
     bool,
     typer.Option("--reference", help="print every key with type, default and description instead (docs/config.md)"),
 ]
-JsonSchema = Annotated[
+PrintJsonSchema = Annotated[
     bool, typer.Option("--schema", help="print the JSON Schema of configurations instead, for editors")
 ]
 
 
-def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
+def train(arguments: ConfigArguments, allow_plugin: AllowPlugin = None) -> None:
     """Train a model.
 
     Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
@@ -38,7 +38,7 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     raise typer.Exit(train(configuration))
 
 
-def prepare(arguments: Configuration) -> None:
+def prepare(arguments: ConfigArguments) -> None:
     """Read text or token ids into a token store.
 
     `lm train` does this by itself if the store does not exist (docs/data.md).
@@ -56,7 +56,7 @@ def prepare(arguments: Configuration) -> None:
     prepare(configuration.data, progress=True)
 
 
-def config(arguments: Configuration = [], reference: Reference = False, schema: JsonSchema = False) -> None:  # noqa: B006
+def config(arguments: ConfigArguments = [], reference: PrintReference = False, schema: PrintJsonSchema = False) -> None:  # noqa: B006
     """Print the resolved configuration.
 
     If something is wrong with it, print every problem instead and exit with status 2.
@@ -72,7 +72,7 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
     print(reference_markdown() if reference else to_yaml(load_config(arguments)), end="")
 
 
-def metrics(arguments: Annotated[list[str] | None, Configuration.__metadata__[0]] = None) -> None:
+def metrics(arguments: Annotated[list[str] | None, ConfigArguments.__metadata__[0]] = None) -> None:
     """List the metrics that a configuration logs.
 
     Prints name, unit, better direction and meaning of each, and whether it can be an experiment's primary.metric.

@@ -205,7 +205,7 @@ MAX_SEQUENCES = 10**6
 
 @dataclass
 class EvaluationTiming:
-    """When an evaluation is measured during training."""
+    """Says when an evaluation is measured during training: at fractions of the run's steps."""
 
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
 

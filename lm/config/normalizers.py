@@ -16,7 +16,7 @@ from lm.plugins import PLUGINS, REQUIREMENTS_PAGE
 
 
 def options_class(normalizer: type) -> type[Options]:
-    """Return the class of options, in the attribute `schema`, of a normalizer that a plugin defines.
+    """Return the class of a plugin's options: the attribute `schema` of the normalizer that the plugin defines.
 
     Raises PluginUnavailable: `normalizer` is not a complete subclass of `Normalizer` with a dataclass of options.
     """

@@ -182,8 +182,8 @@ def _map_logits(
     """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even
     under autocast.
 
-    tensors: N rows each. chunk_divisor: a number that divides the tokens of a chunk. Results are written in place: a
-    tensor allocated between two chunks may keep glibc from reusing the logits' memory.
+    tensors: N rows each. chunk_divisor: chunks are this many times shorter, where f holds this many times more tensors.
+    Results are written in place: a tensor allocated between two chunks may keep glibc from reusing the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // chunk_divisor)

@@ -255,7 +255,7 @@ def projection_rows(decoder: Decoder) -> dict[str, dict[str, slice]]:
 
 
 class LogitsModel(nn.Module):
-    """Gives a module that maps tokens to logits the interface of `Decoder` that measurements use.
+    """Wraps a module that maps tokens to logits, so that measurements can use it like a `Decoder`.
 
     There is no cache for decoding: each new token is computed from all earlier tokens again.
     """
@@ -284,7 +284,7 @@ class LogitsModel(nn.Module):
 
 
 class _IdentityHead(nn.Identity):
-    """Stands in for a head where a module gives logits itself."""
+    """Stands in for the head of a `LogitsModel`, whose module returns logits, and leaves them unchanged."""
 
     out_features: int  # size of the vocabulary
 

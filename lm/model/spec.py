@@ -87,7 +87,7 @@ class ModelSpec:
 
 
 def check_plugin_causality(config: Config) -> None:
-    """Check that with no normalizer from outside lm an output depends on later tokens. Sequences have the training
+    """Check that no normalizer from outside lm lets an output depend on later tokens. Sequences have the training
     length, but at most `MAX_CAUSALITY_LENGTH` tokens.
 
     Raises ConfigError, which names the normalizer.
