@@ -431,7 +431,7 @@ class DataConfig:
     root: str = key(
         "data",
         "folder of the prepared token stores",
-        {"affects": "execution", "acts_in": ("train", "eval", "swap", "diagnose")},
+        {"affects": "execution", "commands": ("train", "eval", "swap", "diagnose")},
     )
     workers: int = key(
         0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024

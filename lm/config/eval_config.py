@@ -515,7 +515,7 @@ class EvalConfig:
     diagnostics: DiagnosticsConfig | None = section(
         DiagnosticsConfig,
         "statistics of attention weights, also of the untrained model",
-        {"acts_in": DIAGNOSTICS_COMMANDS},
+        {"commands": DIAGNOSTICS_COMMANDS},
         default=None,
     )
 

@@ -320,7 +320,7 @@ def command_overrides(command: str, overrides: list[str]) -> dict[str, Plain]:
     if problems := [
         Problem(path, text, f"can't be changed in lm {command}")
         for path, _, text in (override.partition("=") for override in overrides)
-        if (key_effect := effect_at(Config, path)) and command not in key_effect.acts_in
+        if (key_effect := effect_at(Config, path)) and command not in key_effect.commands
     ]:
         raise ConfigError(problems)
     return changes

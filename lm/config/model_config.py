@@ -330,7 +330,10 @@ class ModelConfig:
         False, "attention and MLP have the same input, and both outputs are added to it (GPT-NeoX)", omit_default=True
     )
     normalizer: Options = variant(
-        NORMALIZER_OPTIONS, "softmax", "how scores become weights", {"on_resume": "ahead", "acts_in": ("train", "swap")}
+        NORMALIZER_OPTIONS,
+        "softmax",
+        "how scores become weights",
+        {"on_resume": "ahead", "commands": ("train", "swap")},
     )
     qk_norm: bool | Literal["width"] = key(
         False, "RMSNorm with gain on each head's queries and keys; width: on those of all heads together (OLMo 2)"

@@ -20,7 +20,7 @@ from lm.errors import ConfigError, PluginUnavailable, Problem, suggest
 from lm.plain import Plain, convert_to_type, is_config_block, items_with_paths, join_path, type_name
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
-BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
+BOUND_TESTS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
 
 
 @functools.cache  # each configuration needs the fields of a class many times
@@ -42,7 +42,7 @@ class Effect:
 
     affects: str = "training"
     on_resume: str = "same"  # or `free`, `ahead`, `branch`
-    acts_in: tuple[str, ...] = ("train",)
+    commands: tuple[str, ...] = ("train",)
 
 
 # the entries of an `Effect` that a field declares; it inherits the others from the block that contains it
@@ -215,14 +215,16 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
         return refuse(f"must be {type_name(spec.type)}{removed_name_advice(value)}", remedy)
     limits, values = spec.metadata["limits"], result.values() if isinstance(result, dict) else result
     numbers = [item for item in (values if isinstance(values, Iterable) else [values]) if type(item) in (int, float)]
-    if not all(BOUNDS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
+    if not all(BOUND_TESTS[name][1](number, limit) for name, limit in limits.items() for number in numbers):
         return refuse(f"must be {limits_text(limits)}")
     return result
 
 
 def limits_text(limits: Mapping[str, float]) -> str:
     """Return bounds as text, e.g. `>= 1 and < 10`."""
-    texts = (f"{BOUNDS[name][0]} {limit if type(limit) is int else f'{limit:g}'}" for name, limit in limits.items())
+    texts = (
+        f"{BOUND_TESTS[name][0]} {limit if type(limit) is int else f'{limit:g}'}" for name, limit in limits.items()
+    )
     return " and ".join(texts)
 
 

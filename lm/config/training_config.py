@@ -239,7 +239,7 @@ class TrainerConfig:
         le=10**6,
     )
     accelerator: Literal["auto", "cpu", "gpu"] = key(
-        "auto", "`auto`: the GPU if there is one", {"acts_in": MODEL_COMMANDS}
+        "auto", "`auto`: the GPU if there is one", {"commands": MODEL_COMMANDS}
     )
     devices: int = key(1, "processes on this machine, one for each device (DDP)", ge=1, le=1024)
     num_nodes: int = key(1, "number of machines", ge=1, le=10**4)
@@ -249,7 +249,7 @@ class TrainerConfig:
     precision: Literal["auto", 32, "bf16-mixed"] = key(
         "auto",
         "`auto`: bf16-mixed where the device has native bf16, else 32",
-        {"affects": "numerics", "acts_in": MODEL_COMMANDS},
+        {"affects": "numerics", "commands": MODEL_COMMANDS},
     )
     compile: Literal["auto", True, False] = key(
         "auto",
@@ -265,7 +265,7 @@ class TrainerConfig:
     threads: int | None = key(
         None,
         "CPU threads of each process; null: usable cores / devices, at most OMP_NUM_THREADS",
-        {"acts_in": MODEL_COMMANDS},
+        {"commands": MODEL_COMMANDS},
         ge=1,
         le=1024,
     )

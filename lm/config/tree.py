@@ -75,12 +75,12 @@ class Config:
     eval: EvalConfig = section(
         EvalConfig,
         "what is measured while training and by `lm eval`",
-        {"affects": "evaluation", "acts_in": ("train", "eval", "swap")},
+        {"affects": "evaluation", "commands": ("train", "eval", "swap")},
     )
     experiment: ExperimentConfig = section(
         ExperimentConfig,
         "the experiment and arm that the run belongs to",
-        {"affects": "label", "acts_in": ("train", "swap")},
+        {"affects": "label", "commands": ("train", "swap")},
         user_settable=False,
     )
     log: LogConfig = section(LogConfig, "metrics and progress", {"affects": "label"})
@@ -211,8 +211,7 @@ def config_differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -
     flat_configs = [flatten(config) for config in (config_a, config_b)]
     resolved_configs = [flatten(canonical_config(config)) for config in (config_a, config_b)]
     values = {
-        key: tuple(config.get(key) for config in resolved_configs)
-        for key in (*resolved_configs[0], *resolved_configs[1])
+        key: tuple(config.get(key) for config in resolved_configs) for key in resolved_configs[0] | resolved_configs[1]
     }
     changes = {
         key: (a, b)

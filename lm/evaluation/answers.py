@@ -235,7 +235,7 @@ def trial_scores(decoder: Decoder, trials: list[NeedleTrial], length: int, text:
     """
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in trials])).to(next(decoder.parameters()).device)
     cache = DecodingCache(length)
-    first_logits = decoder.head(decoder(prompts, cache=cache, first_output=prompts.size(1) - 1)).float()  # (B, 1, V)
+    first_logits = decoder.head(decoder(prompts, cache=cache, output_start=prompts.size(1) - 1)).float()  # (B, 1, V)
     outputs = _greedy_tokens(decoder, first_logits, cache.fork(), max(len(trial.answer) for trial in trials) + 2)
     answers = pad_sequence([torch.from_numpy(trial.answer) for trial in trials], True).to(prompts.device)  # (B, A)
     logits = first_logits

@@ -39,7 +39,7 @@ def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling:
     tokens = prompt
     for _ in range(max_new_tokens):
         inputs = torch.tensor([tokens], device=decoder.head.weight.device)
-        hidden = decoder(inputs, cache=cache, first_output=len(tokens) - 1)[:, 0]
+        hidden = decoder(inputs, cache=cache, output_start=len(tokens) - 1)[:, 0]
         tokens = [sample_token(decoder.head(hidden).float().cpu()[0], sampling, generator)]
         yield tokens[0]
 

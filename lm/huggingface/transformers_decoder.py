@@ -89,9 +89,9 @@ class TransformersDecoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None,
-        first_output: int = 0
+        output_start: int = 0
     ) -> Tensor:  # fmt: skip
-        """Return hidden states (B, T - first_output, C) of the tokens (B, T) from index `first_output` on, as
+        """Return hidden states (B, T - output_start, C) of the tokens (B, T) from index `output_start` on, as
         `Decoder.forward` does.
 
         layout: positions in packed documents; cache: keys and values of earlier tokens, which this call extends.
@@ -107,11 +107,11 @@ class TransformersDecoder(nn.Module):
         if cache:
             cache.states[self] = [(layer.keys, layer.values) for layer in past.layers]
             cache.n_seen += tokens.size(1)
-        return hidden[:, first_output:]
+        return hidden[:, output_start:]
 
-    def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
-        """Return hidden states (B, T - first_output, C) of a batch's tokens from index `first_output` on."""
-        return self(batch.tokens, batch_layout(batch), first_output=first_output)
+    def hidden_states(self, batch: Batch, output_start: int = 0) -> Tensor:
+        """Return hidden states (B, T - output_start, C) of a batch's tokens from index `output_start` on."""
+        return self(batch.tokens, batch_layout(batch), output_start=output_start)
 
     def normalizers(self) -> list[Normalizer]:
         """Return the normalizer of each layer; a layer with a sliding window has lm's normalizer `window`."""

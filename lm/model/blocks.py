@@ -192,24 +192,24 @@ class ForwardContext:
     first_layer_values: Tensor | None = None  # the first layer's values (B, K, T, E), which the others mix into theirs
     # layers append their inputs here for `lm.model.attention_stream`
     captured_inputs: list[AttentionInputs] | None = None
-    first_output: int = 0  # index of the first new token that a layer computes an output for
+    output_start: int = 0  # index of the first new token that a layer computes an output for
 
     def select_output_tokens(self, x: Tensor) -> Tensor:
-        """Return the part of x (B, T, C) at the tokens that a layer computes outputs for, from the index `first_output`
+        """Return the part of x (B, T, C) at the tokens that a layer computes outputs for, from the index `output_start`
         on.
         """
-        return x[:, self.first_output :] if self.first_output else x
+        return x[:, self.output_start :] if self.output_start else x
 
     def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' outputs (B, H, T - first_output, E) for a layer's final queries q (B, H, T, D) and keys k
+        """Return the heads' outputs (B, H, T - output_start, E) for a layer's final queries q (B, H, T, D) and keys k
         (B, K, T, D).
 
         v: values (B, K, T, E). x: the layer's input (B, T, C).
         """
         normalizer, layout = layer.normalizer, self.layout
         q, k = normalizer.append_features(x, q, k)
-        if self.first_output:
-            q, layout = q[:, :, self.first_output :], layout.queries_from(self.first_output)
+        if self.output_start:
+            q, layout = q[:, :, self.output_start :], layout.queries_from(self.output_start)
         if self.cache:
             output, self.cache.states[layer] = normalizer.decode(q, k, v, layout, self.cache.states.get(layer))
             return output
@@ -235,9 +235,9 @@ class AttentionBase(nn.Module):
         self.normalizer: Normalizer = make_normalizer(config.normalizer.options_of_layer(layer), spec)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Return the heads' outputs (B, T - first_output, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
+        """Return the heads' outputs (B, T - output_start, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
 
-        x: the layer's input (B, T, C). T is the number of new tokens; those from the index `context.first_output` on
+        x: the layer's input (B, T, C). T is the number of new tokens; those from the index `context.output_start` on
         are queries.
         """
         q, k = self.q_norm(q), self.k_norm(k)
@@ -433,7 +433,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A layer computes x + attention(norm(x)), then x + mlp(norm(x)).
 
-    x is (B, T, C), the result (B, T - first_output, C), for the tokens from `context.first_output` on. With `post_norm`
+    x is (B, T, C), the result (B, T - output_start, C), for the tokens from `context.output_start` on. With `post_norm`
     norms are on the outputs; with `parallel` the MLP has the attention's input.
     """
 
@@ -465,7 +465,7 @@ class Block(nn.Module):
 class GatedBlock(nn.Module):
     """A layer with a gated attention unit computes x + gau(norm(x)).
 
-    x is (B, T, C), the result (B, T - first_output, C), for the tokens from `context.first_output` on.
+    x is (B, T, C), the result (B, T - output_start, C), for the tokens from `context.output_start` on.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):

@@ -107,23 +107,23 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None,
-        first_output: int = 0
+        output_start: int = 0
     ) -> Tensor:  # fmt: skip
-        """Return hidden states (B, T - first_output, C) of tokens (B, T) int64, after the last norm; `head` maps them
+        """Return hidden states (B, T - output_start, C) of tokens (B, T) int64, after the last norm; `head` maps them
         to logits.
 
         Args:
             layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its
                 start, or with a cache the tokens after those in the cache.
             cache: the state that layers keep of earlier tokens, to which these tokens are added.
-            first_output: index of the first token whose hidden state is returned. The last layer computes no queries
+            output_start: index of the first token whose hidden state is returned. The last layer computes no queries
                 before it.
         """
         x, context = self.embed(tokens, layout, cache)
         run_block = self.run_block if self.training else _run_block
         for layer, block in enumerate(self.blocks):
-            if first_output and layer == len(self.blocks) - 1:
-                context = replace(context, first_output=first_output)
+            if output_start and layer == len(self.blocks) - 1:
+                context = replace(context, output_start=output_start)
             recomputes_activations = self.recomputes_activations and torch.is_grad_enabled()
             x = (
                 checkpoint(run_block, block, x, context, use_reentrant=False)
@@ -191,17 +191,17 @@ class Decoder(nn.Module):
         """Return the summed negative log-likelihood of a batch's targets, an fp32 scalar (nats), by
         `lm.model.cross_entropy.training_loss`.
         """
-        # a compiled block would be compiled anew for each `first_output`
-        first_output = batch.first_target_index if self.run_block is _run_block else 0
+        # a compiled block would be compiled anew for each `output_start`
+        output_start = batch.first_target_index if self.run_block is _run_block else 0
         return training_loss(
-            self.hidden_states(batch, first_output).flatten(0, 1), self.head, batch.targets[:, first_output:].flatten()
+            self.hidden_states(batch, output_start).flatten(0, 1), self.head, batch.targets[:, output_start:].flatten()
         )
 
-    def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
-        """Return hidden states (B, T - first_output, C) of a batch's tokens from the index `first_output` on, after the
+    def hidden_states(self, batch: Batch, output_start: int = 0) -> Tensor:
+        """Return hidden states (B, T - output_start, C) of a batch's tokens from the index `output_start` on, after the
         last norm (see `forward`).
         """
-        return self(batch.tokens, batch_layout(batch), first_output=first_output)
+        return self(batch.tokens, batch_layout(batch), output_start=output_start)
 
 
 def _run_block(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
@@ -266,21 +266,21 @@ class LogitsModel(nn.Module):
         super().__init__()
         self.module, self.head, self.config = module, _IdentityHead(), ModelConfig()
 
-    def forward(self, tokens: Tensor, cache: DecodingCache | None = None, first_output: int = 0) -> Tensor:
-        """Return logits (B, T - first_output, V) of tokens (B, T). With a cache these tokens follow the tokens
+    def forward(self, tokens: Tensor, cache: DecodingCache | None = None, output_start: int = 0) -> Tensor:
+        """Return logits (B, T - output_start, V) of tokens (B, T). With a cache these tokens follow the tokens
         in it.
         """
         if cache is not None:
             n_seen = cache.n_seen
             tokens = torch.cat((cache.states[self], tokens), 1) if n_seen else tokens
-            cache.states[self], cache.n_seen, first_output = tokens, tokens.size(1), first_output + n_seen
-        logits = self.module(tokens)[:, first_output:]
+            cache.states[self], cache.n_seen, output_start = tokens, tokens.size(1), output_start + n_seen
+        logits = self.module(tokens)[:, output_start:]
         self.head.out_features = logits.size(-1)
         return logits
 
-    def hidden_states(self, batch: Batch, first_output: int = 0) -> Tensor:
+    def hidden_states(self, batch: Batch, output_start: int = 0) -> Tensor:
         """Return logits in place of hidden states; the head leaves them as they are."""
-        return self(batch.tokens, first_output=first_output)
+        return self(batch.tokens, output_start=output_start)
 
 
 class _IdentityHead(nn.Identity):

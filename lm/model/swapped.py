@@ -23,28 +23,30 @@ from lm.model.device import preserved_random_state
 
 
 @torch.no_grad()
-def with_model(old: Decoder, model: ModelConfig, is_swap: bool) -> Decoder:
-    """Return a decoder with the weights of `old`, and the normalizers and positions of `model`, on the CPU.
+def rebuild_decoder(decoder: Decoder, config: ModelConfig, is_swap: bool) -> Decoder:
+    """Return a new decoder with the weights of `decoder`, and the normalizers and positions of `config`, on the CPU.
 
-    is_swap: whether `model` has other normalizers than `old`. `Normalizer.init_from` then sets their parameters: it
-    converts the old ones where it can, and keeps initial values elsewhere.
+    is_swap: whether `config` has other normalizers than `decoder`. `Normalizer.init_from` then sets their parameters:
+    it converts the old ones where it can, and keeps initial values elsewhere.
     """
-    new, weights = Decoder(model, old.vocab_size, old.seq_len, seed=None), old.state_dict()
+    new_decoder, weights = Decoder(config, decoder.vocab_size, decoder.seq_len, seed=None), decoder.state_dict()
     if not is_swap:
-        new.load_state_dict(weights)
-        return new.train(old.training)
-    new.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
-    new.load_state_dict({name: weights[name] for name in weights if not is_normalizer_parameter(name)}, strict=False)
-    for new_normalizer, old_normalizer in zip(new.normalizers(), old.normalizers(), strict=True):
+        new_decoder.load_state_dict(weights)
+        return new_decoder.train(decoder.training)
+    new_decoder.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
+    new_decoder.load_state_dict(
+        {name: weights[name] for name in weights if not is_normalizer_parameter(name)}, strict=False
+    )
+    for new_normalizer, old_normalizer in zip(new_decoder.normalizers(), decoder.normalizers(), strict=True):
         new_normalizer.init_from(old_normalizer)
-    return new.train(old.training)
+    return new_decoder.train(decoder.training)
 
 
-def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
-    """Return a decoder with the weights of `old` and new normalizers, of these options (`lm.attention.options`). The
-    new normalizers' parameters are set as in a swap (`with_model`).
+def with_normalizer(decoder: Decoder, normalizer: Options) -> Decoder:
+    """Return a new decoder with the weights of `decoder` and new normalizers, of these options
+    (`lm.attention.options`). The new normalizers' parameters are set as in a swap (`rebuild_decoder`).
     """
-    return with_model(old, replace(old.config, normalizer=normalizer), is_swap=True)
+    return rebuild_decoder(decoder, replace(decoder.config, normalizer=normalizer), is_swap=True)
 
 
 @torch.no_grad()

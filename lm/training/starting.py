@@ -19,7 +19,7 @@ from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.model.decoder import Decoder, parameter_group
 from lm.model.device import resolve_device
 from lm.model.spec import ModelSpec, check_plugin_causality, with_steps
-from lm.model.swapped import with_model
+from lm.model.swapped import rebuild_decoder
 from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import (
@@ -312,7 +312,7 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     if (model := config.model_in_phase(phase)) != decoder.config:
         decoder.load_state_dict(checkpoint["state_dict"])
         is_swap = model.normalizer != decoder.config.normalizer
-        start.decoder, start.replaced_decoder = with_model(decoder, model, is_swap), decoder
+        start.decoder, start.replaced_decoder = rebuild_decoder(decoder, model, is_swap), decoder
     freeze(start.decoder, config.train_only)
     return start
 

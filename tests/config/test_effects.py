@@ -64,7 +64,7 @@ def test_dropout_and_initial_weights_are_no_part_of_a_models_function():
 
 
 def test_each_command_accepts_the_keys_that_act_in_it():
-    accepted = {path for path in KEYS if "eval" in effect_at(Config, path).acts_in and not path.startswith("eval.")}
+    accepted = {path for path in KEYS if "eval" in effect_at(Config, path).commands and not path.startswith("eval.")}
     assert accepted == {"trainer.accelerator", "trainer.precision", "trainer.threads", "data.root"}
     assert command_overrides("eval", ["eval.sequences=3"]) == {"eval": {"sequences": 3}}
 

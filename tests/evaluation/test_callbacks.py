@@ -96,6 +96,6 @@ def test_logits_of_any_module_give_the_losses_and_the_decoding_of_its_decoder(ti
     tokens, cache = torch.from_numpy(held_out.sequences[:, :12]), DecodingCache(12)
     with torch.no_grad():
         expected = decoder.head(decoder(tokens))
-        torch.testing.assert_close(model(tokens[:, :7], cache=cache, first_output=6), expected[:, 6:7])
+        torch.testing.assert_close(model(tokens[:, :7], cache=cache, output_start=6), expected[:, 6:7])
         for _ in range(2):
             torch.testing.assert_close(model(tokens[:, 7:], cache=cache.fork()), expected[:, 7:])

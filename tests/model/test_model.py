@@ -238,12 +238,12 @@ def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None
     """
     layout, cache = AttentionLayout.from_document_lengths([5, 1, 18]), DecodingCache(24)
     for states, last_states in (
-        (model(tokens), model(tokens, first_output=20)),
-        (model(tokens, layout), model(tokens, layout, first_output=20)),
+        (model(tokens), model(tokens, output_start=20)),
+        (model(tokens, layout), model(tokens, layout, output_start=20)),
     ):
         assert torch.allclose(last_states, states[:, 20:], rtol=0, atol=1e-9)
-    first = model(tokens[:, :15], cache=cache, first_output=14)
-    rest = model(tokens[:, 15:], cache=cache, first_output=2)
+    first = model(tokens[:, :15], cache=cache, output_start=14)
+    rest = model(tokens[:, 15:], cache=cache, output_start=2)
     assert torch.allclose(torch.cat((first, rest), 1), model(tokens)[:, [14, *range(17, 24)]], rtol=0, atol=1e-9)
 
 
