@@ -14,7 +14,7 @@ from lm.config.data_config import END_OF_TEXT
 from lm.config.load import parse_config
 from lm.data.prepare import prepare
 from lm.evaluation.measurement import Measurement
-from lm.evaluation.metrics import measurements
+from lm.evaluation.metrics import create_measurements
 from lm.model.decoder import LogitsModel
 from lm.model.device import Device
 from lm.plain import Plain
@@ -56,7 +56,7 @@ class HeldOutText:
             }
         )
         store = prepare(replace(config.data, val_fraction=1.0))  # all of it is held out, which a run can't ask for
-        (measurement,) = measurements(config, store, [kind])
+        (measurement,) = create_measurements(config, store, [kind])
         return measurement
 
 

@@ -25,7 +25,7 @@ from lm.model.decoder import Decoder
 from lm.runs.evaluations import Axis
 
 # ending of names of statistics without the first token (`Statistic.without_first_token`)
-NO_FIRST = ", no first"
+NO_FIRST_TOKEN_SUFFIX = ", no first"
 # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
 MIN_KEYS = 32
 
@@ -72,19 +72,22 @@ class AttentionRows:
     visible: Tensor
     # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
     inputs: AttentionInputs | None = None
-    embedding: Tensor | None = None  # (1, L, C), the embedding vectors of all tokens
+    token_embeddings: Tensor | None = None  # (1, L, C), the embedding vectors of all tokens
 
     @classmethod
     def from_block(
-        cls, block: QueryBlock, embedding: Tensor | None = None, n_in_later_blocks: int = 0
+        cls, block: QueryBlock, token_embeddings: Tensor | None = None, n_queries_in_later_blocks: int = 0
     ) -> "AttentionRows":
         """Return the attention rows of one block of queries.
 
-        embedding: (1, L, C), the embedding vectors of all tokens of the sequence; None if no statistic needs them.
-        n_in_later_blocks: number of the sequence's queries after this block.
+        token_embeddings: (1, L, C), the embedding vectors of all tokens of the sequence; None if no statistic needs
+            them.
+        n_queries_in_later_blocks: number of the sequence's queries after this block.
         """
-        visible = _query_by_key(block.normalizer.visible(block.layout))
-        n_later_queries = n_in_later_blocks + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
+        visible = _as_query_by_key(block.normalizer.visible(block.layout))
+        n_later_queries = n_queries_in_later_blocks + torch.arange(
+            len(block.queries) - 1, -1, -1, device=block.queries.device
+        )
         tensors = block.scores[0], block.weights[0], visible
         return cls(
             block.layer,
@@ -94,23 +97,25 @@ class AttentionRows:
             block.layout,
             *tensors,
             block.inputs,
-            embedding,
+            token_embeddings,
         )
 
     @cached_property
-    def n(self) -> Tensor:
+    def n_visible_keys(self) -> Tensor:
         """Number of keys that each query sees, (T,) fp32."""
         return self.visible.sum(-1).float()
 
     @cached_property
-    def is_first_token(self) -> Tensor:
+    def first_token_mask(self) -> Tensor:
         """Mask, (T, S) bool, that is true at the first token of each query's document."""
-        return _query_by_key(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
+        return _as_query_by_key(self.layout.visible()) & (self.layout.key_positions == 0).view(
+            -1, self.visible.size(-1)
+        )
 
     @cached_property
     def distance(self) -> Tensor:
         """Number of tokens from the key to the query, (T, S) fp32; it is negative for keys after the query."""
-        return _query_by_key(self.layout.distance())
+        return _as_query_by_key(self.layout.distance())
 
     @cached_property
     def magnitudes(self) -> Tensor:
@@ -138,11 +143,11 @@ class AttentionRows:
             return self.scores
         if self.normalizer.score_map == "exp":
             return self.scores - log_decay.view(-1, 1, 1) * self.distance
-        query, key = self.features
+        query, key = self.query_key_features
         return query @ key.transpose(-2, -1)
 
     @cached_property
-    def features(self) -> tuple[Tensor, Tensor]:
+    def query_key_features(self) -> tuple[Tensor, Tensor]:
         """Features of the queries (H, T, F) and of the keys (H, S, F), fp32, whose products are the scores of linear
         attention (`Normalizer.apply_feature_map`).
         """
@@ -156,16 +161,16 @@ class AttentionRows:
         return score_moments(self.scores_without_decay, self.visible)
 
     @cached_property
-    def is_finite(self) -> Tensor:
+    def finite_row_mask(self) -> Tensor:
         """Mask, (H, T) bool, that is true for rows whose weights, and scores of visible keys, are all finite."""
         return ((self.scores.isfinite() | ~self.visible) & self.weights.isfinite()).all(-1)
 
     @cached_property
-    def is_defined(self) -> Tensor:
+    def defined_row_mask(self) -> Tensor:
         """Mask, (H, T) bool, that is true for rows that can be described: their scores and weights are finite, and not
         all weights are 0.
         """
-        return self.is_finite & (self.magnitudes.sum(-1) > 0)
+        return self.finite_row_mask & (self.magnitudes.sum(-1) > 0)
 
     def select(self, queries: Tensor) -> "AttentionRows":
         """Return the rows of some queries; `queries` is a mask, (T,) bool, or indices, int64."""
@@ -186,17 +191,17 @@ class AttentionRows:
         """
         return replace(
             self,
-            weights=self.weights.masked_fill(self.is_first_token, 0.0),
-            visible=self.visible & ~self.is_first_token,
+            weights=self.weights.masked_fill(self.first_token_mask, 0.0),
+            visible=self.visible & ~self.first_token_mask,
         )
 
 
-def _query_by_key(values: Tensor) -> Tensor:
+def _as_query_by_key(values: Tensor) -> Tensor:
     """Reshape `values`, (T, S) or (1, 1, T, S), to (T, S)."""
     return values.reshape(values.shape[-2:])
 
 
-def query_indices(length: int, count: int) -> list[int]:
+def log_spaced_queries(length: int, count: int) -> list[int]:
     """Return up to `count` indices of queries of a sequence, ascending. The indices go from the first query that can
     see `MIN_KEYS` keys to the last query.
 
@@ -212,8 +217,8 @@ def query_indices(length: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic has one value for each row (head and query). Values of rows that are not `AttentionRows.is_defined`
-    are not used.
+    """A statistic has one value for each row (head and query). Values of rows that are not
+    `AttentionRows.defined_row_mask` are not used.
     """
 
     name: str  # as tables and pictures show it
@@ -227,18 +232,21 @@ class Statistic:
 
     @property
     def without_first_token(self) -> "Statistic":
-        """Same statistic, measured without the first token of the document, with `NO_FIRST` added to its name; reports
-        do not show it.
+        """Same statistic, measured without the first token of the document, with `NO_FIRST_TOKEN_SUFFIX` added to its
+        name; reports do not show it.
         """
         return replace(
-            self, name=self.name + NO_FIRST, measure=lambda row: self.measure(row.without_first_token), in_reports=False
+            self,
+            name=self.name + NO_FIRST_TOKEN_SUFFIX,
+            measure=lambda row: self.measure(row.without_first_token),
+            in_reports=False,
         )
 
 
 @dataclass(frozen=True)
-class QuerySums:
-    """A statistic of each head, computed from sums over the defined rows of a sequence (`AttentionRows.is_defined`),
-    such as sums of weights by key position.
+class HeadStatistic:
+    """A statistic of each head, computed from sums over the defined rows of a sequence
+    (`AttentionRows.defined_row_mask`), such as sums of weights by key position.
 
     `sum_rows` returns two sums for each of the L tokens of a sequence, and `reduce_sums` turns them into a number for
     each head.
@@ -257,12 +265,12 @@ class MeasuredValues(NamedTuple):
     defined.
     """
 
-    n: np.ndarray  # (N, layers, T), the number of keys that each query sees
+    n_visible_keys: np.ndarray  # (N, layers, T), the number of keys that each query sees
     by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`
-    by_head: dict[str, np.ndarray]  # (layers, H) for each `QuerySums`
+    by_head: dict[str, np.ndarray]  # (layers, H) for each `HeadStatistic`
 
 
-Statistics = Sequence[Statistic | QuerySums]
+Statistics = Sequence[Statistic | HeadStatistic]
 VISIBLE_KEYS_AXIS = Axis("visible keys", "tokens", "where queries see about")
 HEAD_AXIS = Axis("head", "", "of head", log=False)
 # names of two fractions of rows, beside the statistics
@@ -277,26 +285,31 @@ class AttentionMeasurement:
 
     def __init__(self, statistics: Statistics, layers: int, heads: int, queries: Sequence[int], length: int):
         self.queries, self.length = queries, length
-        self.query_statistics = [each for each in statistics if isinstance(each, Statistic)]
-        self.query_sums = [each for each in statistics if isinstance(each, QuerySums)]
+        self.row_statistics = [each for each in statistics if isinstance(each, Statistic)]
+        self.head_statistics = [each for each in statistics if isinstance(each, HeadStatistic)]
         # Values by row: the number of keys that its query sees, two reasons for being undefined, and each statistic.
-        self.names = ["n", NOT_FINITE_FRACTION, NO_WEIGHT_FRACTION, *(each.name for each in self.query_statistics)]
+        self.row_value_names = [
+            "n",
+            NOT_FINITE_FRACTION,
+            NO_WEIGHT_FRACTION,
+            *(each.name for each in self.row_statistics),
+        ]
         # shapes of the two parts of a vector
-        self.rows_shape = len(self.names), layers, heads, len(queries)
-        self.sums_shape = len(self.query_sums), layers, heads, 2 * length
+        self.row_values_shape = len(self.row_value_names), layers, heads, len(queries)
+        self.sums_shape = len(self.head_statistics), layers, heads, 2 * length
 
     @property
     def vector_length(self) -> int:
         """Number of values that all statistics have for one sequence and model."""
-        return math.prod(self.rows_shape) + math.prod(self.sums_shape)
+        return math.prod(self.row_values_shape) + math.prod(self.sums_shape)
 
     @torch.no_grad()
-    def measure_vector(self, decoder: Decoder, batch: Batch) -> Tensor:
+    def measure_statistics(self, decoder: Decoder, batch: Batch) -> Tensor:
         """Return the values of all statistics of a sequence, the only one of the batch: (`vector_length`,).
 
         Scores and weights are fp32. Memory holds scores and weights of some queries of one layer at a time.
         """
-        parts = torch.full(self.rows_shape, torch.nan), torch.zeros(self.sums_shape)
+        parts = torch.full(self.row_values_shape, torch.nan), torch.zeros(self.sums_shape)
         embedding = decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries):
             start = self.queries.index(int(block.queries[0]))
@@ -309,27 +322,29 @@ class AttentionMeasurement:
 
         start: the first row's index in `queries`.
         """
-        indices = (rows.n >= MIN_KEYS).nonzero().squeeze(-1)
+        indices = (rows.n_visible_keys >= MIN_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return
         row_indices, rows, layer = indices.cpu() + start, rows.select(indices), rows.layer
-        is_defined = rows.is_defined
-        row_values[0, layer][:, row_indices] = rows.n.cpu()
-        row_values[1, layer][:, row_indices] = (~rows.is_finite).float().cpu()
-        row_values[2, layer][:, row_indices] = (rows.is_finite & ~is_defined).float().cpu()
-        for index, statistic in enumerate(self.query_statistics, 3):
+        defined_row_mask = rows.defined_row_mask
+        row_values[0, layer][:, row_indices] = rows.n_visible_keys.cpu()
+        row_values[1, layer][:, row_indices] = (~rows.finite_row_mask).float().cpu()
+        row_values[2, layer][:, row_indices] = (rows.finite_row_mask & ~defined_row_mask).float().cpu()
+        for index, statistic in enumerate(self.row_statistics, 3):
             if (value := statistic.measure(rows)) is not None:
-                row_values[index, layer][:, row_indices] = value.float().where(is_defined, torch.nan).cpu()
-        for index, statistic in enumerate(self.query_sums):
+                row_values[index, layer][:, row_indices] = value.float().where(defined_row_mask, torch.nan).cpu()
+        for index, statistic in enumerate(self.head_statistics):
             sums[index, layer] += statistic.sum_rows(rows, self.length).float().cpu()
 
     def split_vectors(self, vectors: np.ndarray) -> MeasuredValues:
         """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
-        rows, sums = np.split(vectors, [math.prod(self.rows_shape)], axis=1)
-        n, *by_query = np.moveaxis(rows.reshape(len(vectors), *self.rows_shape), 1, 0)
+        rows, sums = np.split(vectors, [math.prod(self.row_values_shape)], axis=1)
+        n, *by_query = np.moveaxis(rows.reshape(len(vectors), *self.row_values_shape), 1, 0)
         by_sums = np.moveaxis(sums.reshape(len(vectors), *self.sums_shape).astype("f8"), 1, 0)
-        by_head = {each.name: each.reduce_sums(total) for each, total in zip(self.query_sums, by_sums, strict=True)}
-        return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], by_query, strict=True)), by_head)
+        by_head = {
+            each.name: each.reduce_sums(total) for each, total in zip(self.head_statistics, by_sums, strict=True)
+        }
+        return MeasuredValues(n[:, :, 0], dict(zip(self.row_value_names[1:], by_query, strict=True)), by_head)
 
 
 def nan_mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
@@ -339,13 +354,13 @@ def nan_mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> n
         return np.nanmean(values, axis=axes, dtype="f8")
 
 
-def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """Return ranges of the number of keys, (first, last), each half an octave long, in which some of the numbers `n`
-    lie.
+def half_octave_ranges(key_counts: np.ndarray, train_length: int) -> list[tuple[int, int]]:
+    """Return ranges of the number of keys, (first, last), each half an octave long, in which some of the numbers
+    `key_counts` lie.
 
-    The training length is the end of a range. `n` may hold NaN, which is in no range.
+    The training length is the end of a range. `key_counts` may hold NaN, which is in no range.
     """
-    counts = n[np.isfinite(n)]
+    counts = key_counts[np.isfinite(key_counts)]
     if not len(counts):
         return []
     steps = np.arange(

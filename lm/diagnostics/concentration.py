@@ -14,7 +14,7 @@ from torch import Tensor
 from lm.diagnostics.attention_rows import AttentionRows, Statistic, Statistics
 from lm.diagnostics.sparsity import sparsity
 
-LARGEST_KEYS, NEAREST_KEYS = (8, 64), (16, 64)  # numbers of keys whose weight is summed
+LARGEST_KEY_COUNTS, NEAREST_KEY_COUNTS = (8, 64), (16, 64)  # numbers of keys whose weight is summed
 WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight`
 
 
@@ -22,7 +22,7 @@ def effective_keys(rows: AttentionRows) -> Tensor:
     """Return N_eff = (sum |a|)^2 / sum a^2 of each row's weights a. N_eff is 1 for weight on one key, and the number of
     visible keys for equal weights.
     """
-    return sparsity(rows.weights, rows.visible).square() * rows.n
+    return sparsity(rows.weights, rows.visible).square() * rows.n_visible_keys
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
@@ -41,7 +41,7 @@ def relative_entropy(rows: AttentionRows) -> Tensor | None:
     None as for `entropy`.
     """
     nats = entropy(rows)
-    return None if nats is None else nats / rows.n.log()
+    return None if nats is None else nats / rows.n_visible_keys.log()
 
 
 def keys_with_most_weight(rows: AttentionRows) -> Tensor:
@@ -49,7 +49,7 @@ def keys_with_most_weight(rows: AttentionRows) -> Tensor:
     weight.
     """
     is_short = rows.descending_weights.cumsum(-1) < WEIGHT_FRACTION * rows.abs_sum.unsqueeze(-1)
-    return (is_short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
+    return (is_short.sum(-1) + 1).float().where(rows.defined_row_mask, math.nan)
 
 
 def log_weight_sum(rows: AttentionRows) -> Tensor | None:
@@ -97,16 +97,18 @@ def concentration_statistics() -> Statistics:
         Statistic(f"keys with {WEIGHT_FRACTION:.0%} of the weight", "keys", keys_with_most_weight, has_exponent=True),
         Statistic("S", "fraction", lambda rows: sparsity(rows.weights, rows.visible)),
         Statistic("entropy", "nats", entropy),
-        Statistic("exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n),
+        Statistic(
+            "exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n_visible_keys
+        ),
         Statistic("mean distance", "tokens", lambda rows: weighted_mean(rows, rows.distance)),
-        *map(largest_weight, LARGEST_KEYS),
-        *map(nearest_weight, NEAREST_KEYS),
+        *map(largest_weight, LARGEST_KEY_COUNTS),
+        *map(nearest_weight, NEAREST_KEY_COUNTS),
     ]
     row_totals = [
         Statistic(
             "weight on the first token",
             "fraction",
-            lambda rows: weighted_mean(rows, rows.is_first_token),
+            lambda rows: weighted_mean(rows, rows.first_token_mask),
             in_reports=True,
         ),
         Statistic("ln Z", "nats", log_weight_sum, has_exponent=True, is_log=True),

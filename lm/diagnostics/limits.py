@@ -35,7 +35,7 @@ from torch import Tensor
 from lm.attention.layout import AttentionLayout
 from lm.diagnostics.attention_rows import AttentionRows, Statistic, Statistics
 
-KEY_COUNTS = (5, 16)  # numbers N of keys of the statistics
+TOP_KEY_COUNTS = (5, 16)  # numbers N of keys of the statistics
 QUERY_STRIDE = 4  # the Jacobian is measured for one described query in this number
 POWER_ITERATIONS = 30  # power iterations
 
@@ -44,29 +44,29 @@ POWER_ITERATIONS = 30  # power iterations
 
 
 def log_n_times_largest_weight(rows: AttentionRows) -> Tensor | None:
-    """Return ln (n x largest weight) of each row of n keys, at most `log_c2` by Lemma 1; None where the lemma does not
-    apply.
+    """Return ln (n x largest weight) of each row of n keys, at most `log_n_times_weight_bound` by Lemma 1; None where
+    the lemma does not apply.
     """
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.amax(-1)
 
 
 def log_n_times_smallest_weight(rows: AttentionRows) -> Tensor | None:
-    """Return ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1; None where the lemma does
-    not apply.
+    """Return ln (n x smallest weight) of each row of n keys, at least -`log_n_times_weight_bound` by Lemma 1; None
+    where the lemma does not apply.
     """
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 
 
-def log_c2(rows: AttentionRows) -> Tensor | None:
+def log_n_times_weight_bound(rows: AttentionRows) -> Tensor | None:
     """Return ln C2, 2 x the largest |score| of each row. By Lemma 1 no weight exceeds C2 / n; None where the lemma does
     not apply.
     """
-    return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if lemma_1_applies(rows) else None
+    return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if weight_bound_applies(rows) else None
 
 
-def lemma_1_applies(rows: AttentionRows) -> bool:
+def weight_bound_applies(rows: AttentionRows) -> bool:
     """Return whether weights are the softmax of scores that do not depend on the number of keys, as Lemma 1
     supposes.
     """
@@ -89,9 +89,9 @@ def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
     """Return ln (n x weight) of n keys, (H, T, S), from the scores, since weights may be rounded to 0; None where Lemma
     1 does not apply.
     """
-    if not lemma_1_applies(rows):
+    if not weight_bound_applies(rows):
         return None
-    return rows.scores.masked_fill(~rows.visible, -math.inf).log_softmax(-1) + rows.n.log().unsqueeze(-1)
+    return rows.scores.masked_fill(~rows.visible, -math.inf).log_softmax(-1) + rows.n_visible_keys.log().unsqueeze(-1)
 
 
 # ---------------------------------------------------------------- Lemma 2
@@ -155,13 +155,13 @@ def jacobian_norm_bound(rows: AttentionRows) -> Tensor | None:
 # ---------------------------------------------------------------- Theorems 1 and 2
 
 
-class TopKeys(NamedTuple):
+class TopKeySeparation(NamedTuple):
     """Theorems 1 and 2 give these quantities for the N keys with the largest |weights|, (H, T) each; NaN where a query
     sees too few keys.
     """
 
-    distance: Tensor  # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
-    distance_bound: Tensor  # Theorem 1's upper bound on d~; NaN for rows with a negative weight
+    distance_to_sum: Tensor  # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
+    distance_to_sum_bound: Tensor  # Theorem 1's upper bound on d~; NaN for rows with a negative weight
     separable_fraction: Tensor  # Theorem 2's N_s / N: the fraction of the N keys that lie within r of s
 
 
@@ -177,7 +177,7 @@ class RandomKeyBounds(NamedTuple):
     upper: Tensor  # the same with roots of mean squares in place of norms of means
 
 
-def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeys:
+def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeySeparation:
     """Return the distance from the sum of the `count` keys of largest weight, its bound, and the fraction of separable
     keys.
 
@@ -198,7 +198,7 @@ def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) ->
     longest = square.sqrt().expand_as(weights).masked_fill(~is_top, 0.0).amax(-1)
     bound = (total - top_total) * farthest.sqrt() + ((n - count + 1) * top_total - total) * longest
     is_separable = is_top & (excess <= excess.masked_fill(~rest, math.inf).amin(-1, keepdim=True))
-    return TopKeys(
+    return TopKeySeparation(
         (distance * rest).sum(-1).masked_fill(n < count, math.nan),
         bound.masked_fill((n < count) | (weights < 0).any(-1), math.nan),
         (is_separable.sum(-1) / count).masked_fill(n <= count, math.nan),
@@ -232,25 +232,27 @@ def limit_statistics() -> Statistics:
     """
     return [
         # 1 for equal weights
-        Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),
+        Statistic(
+            "n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n_visible_keys, has_exponent=True
+        ),
         Statistic("Lemma 1: ln (n x largest weight)", "nats", log_n_times_largest_weight),
         Statistic("Lemma 1: ln (n x smallest weight)", "nats", log_n_times_smallest_weight),
-        Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_c2),
+        Statistic("Lemma 1: ln C2 = -ln C1", "nats", log_n_times_weight_bound),
         Statistic("norm of the Jacobian", "", _compute_at_stride(jacobian_norm), in_reports=True, has_exponent=True),
         Statistic("bound on the norm of the Jacobian", "", _compute_at_stride(jacobian_norm_bound)),
-        *(statistic for count in KEY_COUNTS for statistic in _theorem_statistics(count)),
+        *(statistic for count in TOP_KEY_COUNTS for statistic in _key_separation_statistics(count)),
     ]
 
 
-def _theorem_statistics(count: int) -> Iterator[Statistic]:
+def _key_separation_statistics(count: int) -> Iterator[Statistic]:
     """Yield the statistics of Theorems 1 and 2 for `count` keys."""
 
     @lru_cache(maxsize=1)  # the statistics of the same rows are asked for one after the other
     def measure_theorems(rows: AttentionRows) -> tuple[Tensor, ...]:
-        """Return the fields of `TopKeys`, then of `RandomKeyBounds`, with embeddings of length 1 as the keys'
+        """Return the fields of `TopKeySeparation`, then of `RandomKeyBounds`, with embeddings of length 1 as the keys'
         vectors.
         """
-        x = F.normalize(rows.embedding[0].float(), dim=-1)[: rows.visible.size(-1)]
+        x = F.normalize(rows.token_embeddings[0].float(), dim=-1)[: rows.visible.size(-1)]
         keys = rows.weights, rows.visible, x, count
         return *measure_top_keys(*keys), *bound_random_keys(*keys)
 
@@ -273,7 +275,7 @@ def _compute_at_stride(statistic: Callable[[AttentionRows], Tensor | None]) -> C
     def measure(rows: AttentionRows) -> Tensor | None:
         indices = (rows.n_later_queries % QUERY_STRIDE == 0).nonzero().squeeze(-1)
         value = statistic(rows.select(indices)) if len(indices) else None
-        empty_values = torch.full_like(rows.n, math.nan)
+        empty_values = torch.full_like(rows.n_visible_keys, math.nan)
         return None if value is None else empty_values.repeat(len(value), 1).index_copy(1, indices, value.float())
 
     return measure

@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.diagnostics.attention_rows import AttentionRows, QuerySums, Statistic, Statistics
+from lm.diagnostics.attention_rows import AttentionRows, HeadStatistic, Statistic, Statistics
 
 # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
-LOWEST_RATIO = -20.0
+MIN_MEAN_STD_RATIO = -20.0
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
 def exp_sparsity(std: Tensor) -> Tensor:
     """Return the sparsity S = exp(-std^2 / 2) of weights e^score, whatever the scores' mean.
 
-    The formula holds for n keys if std < sqrt(ln n / 2) (`is_condensed`).
+    The formula holds for n keys if std < sqrt(ln n / 2) (`score_std_exceeds_limit`).
     """
     return (-std.square() / 2).exp()
 
@@ -63,7 +63,7 @@ def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     S = (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi) with r = mean / std, which is 1 / sqrt(pi) at r = 0. Phi and phi are
     the normal distribution function and its density at r.
     """
-    r, cdf, density = _ratio_cdf_density(mean, std)
+    r, cdf, density = _ratio_normal_cdf_pdf(mean, std)
     return (r * cdf + density) / ((r**2 + 1) * cdf + r * density).sqrt()
 
 
@@ -73,7 +73,7 @@ def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     S = ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi) with r = mean / std, which is 1 /
     sqrt(6) at r = 0. Phi and phi are the normal distribution function and its density at r.
     """
-    r, cdf, density = _ratio_cdf_density(mean, std)
+    r, cdf, density = _ratio_normal_cdf_pdf(mean, std)
     return ((r**2 + 1) * cdf + r * density) / ((r**4 + 6 * r**2 + 3) * cdf + (r**3 + 5 * r) * density).sqrt()
 
 
@@ -113,9 +113,9 @@ def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
     return torch.where(log_g == 0, 1.0, square).sqrt()
 
 
-def _ratio_cdf_density(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _ratio_normal_cdf_pdf(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return r = mean / std, the normal distribution function Phi(r) and the normal density phi(r), in fp64."""
-    r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
+    r = (mean.double() / std.double()).clamp(MIN_MEAN_STD_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
     # exact where Phi's terms cancel
     tail = density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))
@@ -167,18 +167,20 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     return np.divide((squared_effect * weight).sum(-1), weights, out=np.full(weights.shape, np.nan), where=weights > 0)
 
 
-def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
+def make_position_sums(
+    by_key_position: bool, first_query_position: Callable[[int], int]
+) -> Callable[[AttentionRows, int], Tensor]:
     """Return a function (rows, length) that computes `group_sums` of standardised weights, (H, 2 length).
 
-    Groups are key positions in the document, or distances. Only queries from position `first_position(length)` on
+    Groups are key positions in the document, or distances. Only queries from position `first_query_position(length)` on
     count.
     """
 
     def sum_rows(rows: AttentionRows, length: int) -> Tensor:
-        """Return `group_sums` of these rows, as `position_sums` describes them."""
-        mask = rows.layout.positions.flatten() >= first_position(length)
+        """Return `group_sums` of these rows, as `make_position_sums` describes them."""
+        mask = rows.layout.positions.flatten() >= first_query_position(length)
         values, is_counted = standardised_weights(rows.weights[:, mask], rows.visible[mask])
-        groups = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[mask]
+        groups = rows.layout.key_positions.view(1, -1) if by_key_position else rows.distance.clamp(min=0).long()[mask]
         return group_sums(values, is_counted, groups, length)
 
     return sum_rows
@@ -186,9 +188,9 @@ def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callabl
 
 # queries in the second half of the sequence; for the last query distance and key position are the same
 VARIANCE_SOURCES = {
-    "key position": position_sums(True, lambda length: length // 2),
-    "distance": position_sums(False, lambda length: length // 2),
-    "both, last query": position_sums(False, lambda length: length - 1),
+    "key position": make_position_sums(True, lambda length: length // 2),
+    "distance": make_position_sums(False, lambda length: length // 2),
+    "both, last query": make_position_sums(False, lambda length: length - 1),
 }
 
 
@@ -214,8 +216,8 @@ def closed_form_sparsity(rows: AttentionRows) -> Tensor | None:
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
     if name == "features":
-        query, key = rows.features
-        key_weights = rows.visible.to(key.dtype) / rows.n.unsqueeze(-1)  # (T, S)
+        query, key = rows.query_key_features
+        key_weights = rows.visible.to(key.dtype) / rows.n_visible_keys.unsqueeze(-1)  # (T, S)
         mean = key_weights @ key.mean(-1, keepdim=True)  # (H, T, 1)
         square = key_weights @ key.square().mean(-1, keepdim=True)
         std = (square - mean.square()).clamp(min=0.0).sqrt()
@@ -224,10 +226,10 @@ def closed_form_sparsity(rows: AttentionRows) -> Tensor | None:
         content = CLOSED_FORMS[name](rows.moments.mean, rows.moments.std)
     else:
         return None
-    return content * decay_sparsity(log_decay.unsqueeze(-1), rows.n)
+    return content * decay_sparsity(log_decay.unsqueeze(-1), rows.n_visible_keys)
 
 
-def is_condensed(rows: AttentionRows) -> Tensor | None:
+def score_std_exceeds_limit(rows: AttentionRows) -> Tensor | None:
     """Return 1 for queries whose scores have a standard deviation std above sqrt(ln n / 2), else 0, (H, T). For these
     queries the sparsity S of weights e^score is larger than `exp_sparsity`.
 
@@ -235,10 +237,14 @@ def is_condensed(rows: AttentionRows) -> Tensor | None:
     standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std
     > sqrt(ln n / 2), n keys thus lack the scores that make up this expectation, and S stays above its closed form.
     """
-    return (rows.moments.std > (rows.n.log() / 2).sqrt()).float() if rows.normalizer.score_map == "exp" else None
+    return (
+        (rows.moments.std > (rows.n_visible_keys.log() / 2).sqrt()).float()
+        if rows.normalizer.score_map == "exp"
+        else None
+    )
 
 
-def sparsity_difference(rows: AttentionRows) -> Tensor | None:
+def sparsity_minus_closed_form(rows: AttentionRows) -> Tensor | None:
     """Return the sparsity S of each query's weights minus the S that a closed form predicts from the moments of its
     scores, (H, T).
 
@@ -258,11 +264,11 @@ def sparsity_statistics() -> Statistics:
         Statistic("score skew", "", lambda rows: rows.moments.skew),
         Statistic("score excess kurtosis", "", lambda rows: rows.moments.excess_kurtosis),
         Statistic("S, closed form", "fraction", closed_form_sparsity),
-        Statistic("S minus closed form", "", sparsity_difference),
+        Statistic("S minus closed form", "", sparsity_minus_closed_form),
     ]
-    condensation = Statistic("queries beyond condensation", "fraction", is_condensed)
+    condensation = Statistic("queries beyond condensation", "fraction", score_std_exceeds_limit)
     explained_variance = [
-        QuerySums(f"variance explained by {source}", sum_rows, variance_explained)
+        HeadStatistic(f"variance explained by {source}", sum_rows, variance_explained)
         for source, sum_rows in VARIANCE_SOURCES.items()
     ]
     return [*by_row, condensation, *(statistic.without_first_token for statistic in by_row), *explained_variance]

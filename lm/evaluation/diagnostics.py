@@ -20,14 +20,14 @@ from lm.diagnostics.attention_rows import (
     NOT_FINITE_FRACTION,
     VISIBLE_KEYS_AXIS,
     AttentionMeasurement,
+    HeadStatistic,
     MeasuredValues,
-    QuerySums,
     Statistic,
     Statistics,
     fit_exponent,
-    half_octaves,
+    half_octave_ranges,
+    log_spaced_queries,
     nan_mean,
-    query_indices,
 )
 from lm.diagnostics.concentration import concentration_statistics
 from lm.diagnostics.limits import limit_statistics
@@ -146,7 +146,7 @@ def diagnostic_rows(
         fingerprint: fingerprint of the data that the sequences come from.
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
-    queries, layers = query_indices(held_out.length, options.queries), len(decoder.normalizers())
+    queries, layers = log_spaced_queries(held_out.length, options.queries), len(decoder.normalizers())
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
     measures = AttentionMeasurement(statistics_of(options), layers, heads, queries, held_out.length)
     values_by_model: dict[str, MeasuredValues] = {}
@@ -157,19 +157,19 @@ def diagnostic_rows(
 
             def measure(indices: list[int], model: Decoder = model) -> Tensor:
                 batches = (held_out.batch([index]).to(device.device) for index in indices)
-                return torch.stack([measures.measure_vector(model, batch) for batch in batches])
+                return torch.stack([measures.measure_statistics(model, batch) for batch in batches])
 
             vectors = measure_sequences([model], held_out.lengths, (measures.vector_length,), device, measure)
             values_by_model[label] = measures.split_vectors(vectors)
     return [
         block
-        for statistic in (*measures.query_statistics, *UNDEFINED_ROW_FRACTIONS, *measures.query_sums)
+        for statistic in (*measures.row_statistics, *UNDEFINED_ROW_FRACTIONS, *measures.head_statistics)
         for block in _statistic_rows(statistic, values_by_model, held_out, fingerprint, decoder.seq_len, len(queries))
     ]
 
 
 def _statistic_rows(
-    statistic: Statistic | QuerySums,
+    statistic: Statistic | HeadStatistic,
     values_by_model: dict[str, MeasuredValues],
     held_out: HeldOutSequences,
     fingerprint: str,
@@ -190,7 +190,7 @@ def _statistic_rows(
     if not any(np.isfinite(array).any() for array in arrays.values()):
         return
     has_curve = isinstance(statistic, Statistic) and statistic not in UNDEFINED_ROW_FRACTIONS
-    bins = half_octaves(values_by_model[trained].n, train_length) if has_curve else []
+    bins = half_octave_ranges(values_by_model[trained].n_visible_keys, train_length) if has_curve else []
     reported = {
         "title": f"Attention: {name}", "measured_on": "held-out sequences of diagnostics",
         "amount": f"{held_out.size_text}, {n_queries} queries each",
@@ -209,7 +209,9 @@ def _statistic_rows(
         else:
             yield metric_rows(replace(head_metric, name=log_name), nan_mean(array), setting=model)
         if has_curve and statistic.has_exponent:
-            n = np.where(values_by_model[model].n <= train_length, values_by_model[model].n, np.nan)
+            n = np.where(
+                values_by_model[model].n_visible_keys <= train_length, values_by_model[model].n_visible_keys, np.nan
+            )
             b, r_squared = fit_exponent(array, n, statistic.is_log)
             if np.isfinite(b).any():
                 exponent_metric = replace(head_metric, unit="", quantity=f"exponent of {name.removeprefix('ln ')}")
@@ -219,7 +221,7 @@ def _statistic_rows(
                 ]
                 yield metric_rows(exponent_metric, nan_mean(b), setting=model)
         curve = replace(document_metric, axis=VISIBLE_KEYS_AXIS, **(reported if statistic.in_reports else {}))
-        units, n = held_out.sampling_units(fingerprint), values_by_model[model].n[:, :, None]
+        units, n = held_out.sampling_units(fingerprint), values_by_model[model].n_visible_keys[:, :, None]
         for first, last in bins:
             means = nan_mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))

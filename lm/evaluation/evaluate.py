@@ -19,7 +19,7 @@ from lm.data.prepare import check_text_lengths, find_store, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
 from lm.evaluation.measurement import Measurement
-from lm.evaluation.metrics import measurements
+from lm.evaluation.metrics import create_measurements
 from lm.machine import threads_per_process
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.plain import Plain, to_plain
@@ -37,7 +37,7 @@ def evaluate_runs(
     overrides: Sequence[str] = (),
     command: Literal["eval", "diagnose"] = "eval",
     normalizer: str = "softmax",
-    length: int | None = None,
+    train_length: int | None = None,
 ) -> list[EvaluationResult]:
     """Measure models, write the results to evaluations/ in their folders, and return them.
 
@@ -50,7 +50,7 @@ def evaluate_runs(
         overrides: changes `key=value` of configuration keys that the command reads.
         command: `diagnose` measures only the diagnostics.
         normalizer: the normalizer of models `hf:FOLDER`, which run in transformers.
-        length: training length, in tokens, of models `hf:FOLDER`; None: as their configuration says.
+        train_length: training length, in tokens, of models `hf:FOLDER`; None: as their configuration says.
 
     Raises LMError: a source is no run or has no such checkpoint, its data differ from the training data, or a package
     is missing.
@@ -68,7 +68,9 @@ def evaluate_runs(
         if str(source).startswith(TRANSFORMERS_PREFIX):
             from lm.huggingface.transformers_decoder import load_transformers_decoder  # imports transformers
 
-            model = load_transformers_decoder(Path(str(source).removeprefix(TRANSFORMERS_PREFIX)), normalizer, length)
+            model = load_transformers_decoder(
+                Path(str(source).removeprefix(TRANSFORMERS_PREFIX)), normalizer, train_length
+            )
         else:
             if not source.exists():
                 require_run(source)  # raises, and names the run that may be meant
@@ -78,7 +80,7 @@ def evaluate_runs(
         kinds = ["diagnostics"] if command == "diagnose" else None
         folder = source if source.is_dir() else model.folder
         device = open_device(config, model.environment)
-        results += evaluate_model(folder, model, measurements(config, store, kinds), device)
+        results += evaluate_model(folder, model, create_measurements(config, store, kinds), device)
     return results
 
 

@@ -86,11 +86,13 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     return text_pieces(tokenizer, ids[1:], model.end_ids, generate(model.decoder, ids, max_new_tokens, sampling))
 
 
-def text_pieces(tokenizer: Tokenizer, ids: list[int], end_ids: list[int], new_tokens: Iterator[int]) -> Iterator[str]:
-    """Yield the text of `ids`, then the characters that each new token completes. Generation ends at a token of
+def text_pieces(
+    tokenizer: Tokenizer, prompt_ids: list[int], end_ids: list[int], new_tokens: Iterator[int]
+) -> Iterator[str]:
+    """Yield the text of `prompt_ids`, then the characters that each new token completes. Generation ends at a token of
     `end_ids`.
     """
-    shown, ids = decode(tokenizer, ids), list(ids)
+    shown, ids = decode(tokenizer, prompt_ids), list(prompt_ids)
     yield shown
     for token in takewhile(lambda token: token not in end_ids, new_tokens):
         ids.append(token)

@@ -46,11 +46,11 @@ class CallbackMeasurement(Measurement):
         Metric("{NAME}", meaning="what a callback of `trainer.callbacks` gives to self.log", units="questions",
             title="Metrics of callbacks", measured_on="runs", amount="one value a run"),
     )  # fmt: skip
-    values: dict[str, float]  # by name; set before each measurement
+    logged_values: dict[str, float]  # by name; set before each measurement
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (metric,), blocks = self.logged_metrics, []
-        for name, value in self.values.items():
+        for name, value in self.logged_values.items():
             # one value, which pairs with that of another run
             units = sampling_unit_frame(hashlib.sha256(name.encode()).hexdigest(), np.zeros(1, int))
             blocks.append(metric_rows(replace(metric, quantity=name), np.array([[value]]), units))
@@ -63,7 +63,7 @@ MEASUREMENT_CLASSES = (  # in the order in which they are made; of callbacks las
 )  # fmt: skip
 
 
-def measurements(config: Config, store: Store, kinds: Sequence[str] | None = None) -> list[Measurement]:
+def create_measurements(config: Config, store: Store, kinds: Sequence[str] | None = None) -> list[Measurement]:
     """Return the measurements that `config.eval` asks for, the validation first; only those of `kinds` if it is given.
 
     Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.

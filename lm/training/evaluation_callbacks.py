@@ -123,7 +123,7 @@ class UserCallbackMetrics(EvaluationCallback):
         """Record the values that users' callbacks logged last, and return them as an evaluation. Return None if nothing
         was logged, or recording failed."""
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.measurement.values = values
+        self.measurement.logged_values = values
         return super().measure(trainer, module, decoder) if values else None
 
 

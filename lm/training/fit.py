@@ -14,7 +14,7 @@ from lm.data.store import Store
 from lm.errors import Diverged, RunError, one_line
 from lm.evaluation.evaluate import evaluate_model, open_device
 from lm.evaluation.measurement import Measurement
-from lm.evaluation.metrics import measurements
+from lm.evaluation.metrics import create_measurements
 from lm.files import UNFINISHED_MARK, json_bytes
 from lm.machine import block_stop_signals, keep_freed_memory, threads_per_process
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
@@ -73,7 +73,7 @@ def fit(
     """
     quiet_lightning()
     is_main = process.rank == 0  # the process that writes files
-    all_measurements = measurements(config, store)
+    all_measurements = create_measurements(config, store)
     accelerator, device = resolve_device(config)
     torch.set_num_threads(config.trainer.threads or threads_per_process(config.trainer.devices))
     if accelerator == "cpu":

@@ -30,8 +30,8 @@ from lm.diagnostics.attention_rows import (
     AttentionMeasurement,
     MeasuredValues,
     fit_exponent,
-    half_octaves,
-    query_indices,
+    half_octave_ranges,
+    log_spaced_queries,
 )
 from lm.evaluation.diagnostics import diagnostic_rows, diagnostic_sequences, statistics_of
 from lm.evaluation.held_out import LENGTH_AXIS
@@ -73,7 +73,7 @@ def measured(decoder: Decoder, sample: Batch) -> MeasuredValues:
     """The statistics of one sequence."""
     heads = decoder.normalizers()[0].layer.n_head
     measures = AttentionMeasurement(statistics_of(DiagnosticsConfig()), 2, heads, ALL, LENGTH)
-    return measures.split_vectors(measures.measure_vector(decoder, sample)[None].numpy())
+    return measures.split_vectors(measures.measure_statistics(decoder, sample)[None].numpy())
 
 
 def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums_to_one: bool) -> dict[str, float]:
@@ -171,7 +171,7 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
                     expected |= moments(normalizer.score_map, without_decay, slope, is_first)
                 if "S, closed form" in expected:
                     expected["S minus closed form"] = expected["S"] - expected["S, closed form"]
-                assert values.n[0, block.layer, query] == expected.pop("n")
+                assert values.n_visible_keys[0, block.layer, query] == expected.pop("n")
                 for name, value in expected.items():
                     if "entropy" in name and (row < 0).any():
                         continue
@@ -233,7 +233,7 @@ def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_
             assert last == [[name == NO_WEIGHT_FRACTION, name == NOT_FINITE_FRACTION]] * 2
         else:
             assert np.isnan(last).all(), name
-    assert values.n[0, 0, -1] == LENGTH
+    assert values.n_visible_keys[0, 0, -1] == LENGTH
 
 
 def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
@@ -249,11 +249,11 @@ def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
 
 
 def test_queries_are_spread_over_octaves_and_ranges_of_keys_end_at_the_training_length():
-    assert query_indices(1024, 6) == [31, 63, 127, 255, 511, 1023]
-    assert query_indices(MIN_KEYS, 64) == [31]
-    assert query_indices(MIN_KEYS - 1, 64) == []
+    assert log_spaced_queries(1024, 6) == [31, 63, 127, 255, 511, 1023]
+    assert log_spaced_queries(MIN_KEYS, 64) == [31]
+    assert log_spaced_queries(MIN_KEYS - 1, 64) == []
     n = np.array([32.0, 90, 91, 128, 129, 256, math.nan])
-    assert half_octaves(n, 128) == [(32, 32), (65, 91), (92, 128), (129, 181), (182, 256)]
+    assert half_octave_ranges(n, 128) == [(32, 32), (65, 91), (92, 128), (129, 181), (182, 256)]
 
 
 @torch.no_grad()
@@ -270,27 +270,29 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
     blocks = diagnostic_rows(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
     curves = curves_of(make_evaluation(join_rows(blocks), seq_len=train_length))
-    measures = AttentionMeasurement(statistics_of(config), 2, 3, query_indices(length, 16), length)
+    measures = AttentionMeasurement(statistics_of(config), 2, 3, log_spaced_queries(length, 16), length)
     untrained = Decoder(decoder.config, VOCAB, train_length, seed=7)
     name = "effective keys"
     for setting, words in zip(settings, ("", f", {settings[1].label}"), strict=True):
         model, other = (with_inference_setting(each, setting).eval() for each in (decoder, untrained))
         expected = {setting.label: model, f"untrained weights{words}": other}
         for label, each in expected.items():
-            vectors = [measures.measure_vector(each, held_out.batch([index])) for index in range(3)]
+            vectors = [measures.measure_statistics(each, held_out.batch([index])) for index in range(3)]
             values = measures.split_vectors(torch.stack(vectors).numpy())
             by_query = values.by_query[name]
             number, by_keys, *by_layer = (curve for curve in curves if (curve.metric, curve.setting) == (name, label))
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)
             (sample,) = number.points
             assert np.average(sample.values, weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
-            n = np.broadcast_to(values.n[:, :, None], by_query.shape)
-            for column, (low, high) in enumerate(half_octaves(values.n, train_length)):
+            n = np.broadcast_to(values.n_visible_keys[:, :, None], by_query.shape)
+            for column, (low, high) in enumerate(half_octave_ranges(values.n_visible_keys, train_length)):
                 means = [by_query[index][(n[index] >= low) & (n[index] <= high)] for index in range(3)]
                 assert by_keys.means[column] == pytest.approx(
                     np.mean([part.mean() for part in means if len(part)]), rel=1e-5
                 )
-            exponents = fit_exponent(by_query, np.where(values.n <= train_length, values.n, np.nan))[0]
+            exponents = fit_exponent(
+                by_query, np.where(values.n_visible_keys <= train_length, values.n_visible_keys, np.nan)
+            )[0]
             slopes = [
                 curve
                 for curve in curves

@@ -49,7 +49,7 @@ def measured(normalizer: Options) -> MeasuredValues:
     """Values of one sequence."""
     measures = AttentionMeasurement(limits.limit_statistics(), LAYERS, HEADS, QUERIES, LENGTH)
     model = decoder(normalizer)
-    return measures.split_vectors(measures.measure_vector(model, batch()).numpy()[None])
+    return measures.split_vectors(measures.measure_statistics(model, batch()).numpy()[None])
 
 
 def random_rows(number: int) -> AttentionRows:
@@ -69,7 +69,11 @@ def test_lemma_1_holds_in_2000_random_rows():
         rows = random_rows(number)
         largest, smallest, bound = (
             function(rows)
-            for function in (limits.log_n_times_largest_weight, limits.log_n_times_smallest_weight, limits.log_c2)
+            for function in (
+                limits.log_n_times_largest_weight,
+                limits.log_n_times_smallest_weight,
+                limits.log_n_times_weight_bound,
+            )
         )
         assert bool((largest <= bound + 1e-5).all() and (smallest >= -bound - 1e-5).all())
         assert bool((largest >= -1e-5).all() and (smallest <= 1e-5).all())
@@ -85,8 +89,8 @@ APPLIES = {"softmax", "cosine", "window", "alibi", "scale_invariant", "forget", 
 @pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
 def test_lemma_1_applies_to_positive_functions_that_know_no_length(name: str):
     rows = rows_of(catalogue.OPTIONS_BY_NAME[name](), [LENGTH - 1])[0]
-    assert limits.lemma_1_applies(rows) == (name in APPLIES)
-    assert (limits.log_c2(rows) is None) == (name not in APPLIES)
+    assert limits.weight_bound_applies(rows) == (name in APPLIES)
+    assert (limits.log_n_times_weight_bound(rows) is None) == (name not in APPLIES)
 
 
 @pytest.mark.parametrize("name", catalogue.OPTIONS_BY_NAME)
@@ -97,7 +101,7 @@ def test_the_norm_of_the_jacobian_stays_below_its_bound(name: str):
             assert rows.normalizer.score_map != "exp"
             continue
         norm = limits.jacobian_norm(rows)
-        assert bool((norm <= bound * (1 + 1e-4))[rows.is_defined].all())
+        assert bool((norm <= bound * (1 + 1e-4))[rows.defined_row_mask].all())
 
 
 def test_the_norm_of_the_jacobian_is_exact_of_rows_of_nearly_one_key():
@@ -219,11 +223,11 @@ def test_the_family_measures_the_tokens_embeddings(name: str):
     options = catalogue.OPTIONS_BY_NAME[name]()
     values = measured(options).by_query
     for rows in rows_of(options):
-        x = rows.embedding[0] / rows.embedding[0].norm(dim=-1, keepdim=True)
+        x = rows.token_embeddings[0] / rows.token_embeddings[0].norm(dim=-1, keepdim=True)
         for head, query in product(range(HEADS), range(len(QUERIES))):
             keys = rows.visible[query].nonzero().flatten()
             a = rows.weights[head, query, keys].double().numpy()
-            for count in limits.KEY_COUNTS if a.any() else ():
+            for count in limits.TOP_KEY_COUNTS if a.any() else ():
                 best = np.argsort(-np.abs(a), kind="stable")[:count]
                 expected = distance(a, x[keys].double().detach().numpy(), best) if count <= len(keys) else math.nan
                 value = values[f"d~ of the {count} largest weights"][0, rows.layer, head, query]

@@ -35,7 +35,7 @@ def measured(decoder: Decoder) -> MeasuredValues:
     measures = AttentionMeasurement(
         statistics_of(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH
     )
-    return measures.split_vectors(measures.measure_vector(decoder, batch())[None].numpy())
+    return measures.split_vectors(measures.measure_statistics(decoder, batch())[None].numpy())
 
 
 @torch.no_grad()
