@@ -121,13 +121,13 @@ def is_rust_panic(error: BaseException) -> bool:
 class Problem:
     """A problem of a configuration: the path of the key, the key's value, the reason, and the remedy."""
 
-    path: str
+    key_path: str
     value: object
     reason: str
     remedy: str = ""
 
     def __str__(self) -> str:
-        text = f"{abbreviate(self.path)} = {abbreviate(value_text(self.value))}: {self.reason}"
+        text = f"{abbreviate(self.key_path)} = {abbreviate(value_text(self.value))}: {self.reason}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 

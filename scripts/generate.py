@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from house_size import LIMITS_FILE, TOTALS, house_sizes
 
 
-def inventory() -> dict[str, list[str]]:
+def commands_and_keys() -> dict[str, list[str]]:
     """Return the arguments and options of each command with their defaults, and all configuration keys under `keys`."""
     return dict(_command_parameters(typer.main.get_command(app), "lm")) | {
         "keys": [path for path, *_ in reference_rows(Config)]
@@ -61,7 +61,7 @@ def texts_from_code() -> dict[Path, bytes]:
         ROOT / "docs" / "config.md": reference_markdown(),
         ROOT / "docs" / "metrics.md": metrics.metrics_page(),
         ROOT / "docs" / "normalizers.md": normalizers_page(),
-        ROOT / "tests" / "inventory.yaml": yaml.safe_dump(inventory(), sort_keys=False, width=sys.maxsize),
+        ROOT / "tests" / "inventory.yaml": yaml.safe_dump(commands_and_keys(), sort_keys=False, width=sys.maxsize),
     }
     return {path: text.encode() for path, text in contents.items()}
 

@@ -47,7 +47,7 @@ class LossResults(ExperimentResults):
         tuning_setting: the setting whose loss chose the learning rates. A verdict in another setting must hold at every
             rate.
         matters: smallest difference of interest, in nats; a fraction if the metric is an accuracy.
-        size: the model size or corpus whose runs are shown; empty if there is only one.
+        shown_size: the model size or corpus whose runs are shown; empty if there is only one.
         picture_rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel each setting.
         train_length: training length, in tokens.
         trend_arms: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's
@@ -69,7 +69,7 @@ class LossResults(ExperimentResults):
     decisive_settings: tuple[str, ...] = LONG_CONTEXT_SETTINGS
     tuning_setting: str = "theta x 50"
     matters: float = 0.02
-    size: str = ""
+    shown_size: str = ""
     picture_rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     train_length: int = 256
     trend_arms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class LossResults(ExperimentResults):
     @property
     def table_name(self) -> str:
         """Return the name that marks the tables in the page, and that the picture's file has in docs/."""
-        return "-".join(filter(None, (self.name, self.size, self.table_suffix)))
+        return "-".join(filter(None, (self.name, self.shown_size, self.table_suffix)))
 
     @property
     def display_scale(self) -> tuple[float, int]:
@@ -94,7 +94,7 @@ class LossResults(ExperimentResults):
     @cached_property
     def final_runs(self) -> pd.DataFrame:
         data = final_run_lines(self.name)
-        return data[data["size"] == self.size] if self.size else data
+        return data[data["size"] == self.shown_size] if self.shown_size else data
 
     @cached_property
     def row_names(self) -> list[str]:
@@ -160,9 +160,9 @@ class LossResults(ExperimentResults):
         }
         return verdicts(comparisons, self.matters)
 
-    def arm_and_baseline(self, key: tuple[str, str, str]) -> tuple[str, str]:
+    def arm_and_baseline(self, verdict_key: tuple[str, str, str]) -> tuple[str, str]:
         """Return the names of the row and of the baseline that a verdict's key names."""
-        return key[:2]
+        return verdict_key[:2]
 
     def tables(self) -> dict[str, str]:
         """Return the Markdown tables of the page, by name."""

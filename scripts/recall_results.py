@@ -111,9 +111,9 @@ class RecallResults(ExperimentResults):
                     )
         return verdicts(comparisons, self.matters)
 
-    def arm_and_baseline(self, key: tuple[str, float, int]) -> tuple[str, str]:
+    def arm_and_baseline(self, verdict_key: tuple[str, float, int]) -> tuple[str, str]:
         """Return the arm and the baseline of a verdict's key."""
-        return key[0], self.baseline
+        return verdict_key[0], self.baseline
 
     @cached_property
     def arms(self) -> list[str]:

@@ -190,7 +190,7 @@ ALL_RESULTS = (
             QK_NORM_ON_OFF_LABELS,
             (*GROWTH_PAIRS, *GROWTH_PAIRS_NO_QK_NORM, ("softmax_no_qk_norm", "softmax")),
             LOSS_AT_256_COLUMNS | {words: ("", "mean loss", words, 2048) for words in (*LONG_CONTEXT_SETTINGS, "yarn")},
-            size=corpus,
+            shown_size=corpus,
             picture_rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM},
         )
         for corpus in ("speeches", "code")
@@ -203,7 +203,7 @@ ALL_RESULTS = (
             (),
             {words: ("", "mean loss", words, 5120) for words in (*LONG_CONTEXT_SETTINGS, "yarn")},
             (),
-            size=corpus,
+            shown_size=corpus,
             picture_rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM}
             if corpus == "speeches"
             else {},

@@ -165,7 +165,7 @@ class InferenceSetting:
         if unscaled_names and getattr(self.rope, "temperature", False):
             reason = f"is a factor on queries, and none on the scores of {unscaled_names[0]}"
             problems.append(Problem(f"{path}.rope.temperature", True, reason, "set it to false"))
-        return normalizers, list({problem.path: problem for problem in problems}.values())
+        return normalizers, list({problem.key_path: problem for problem in problems}.values())
 
     def missing_options(self, normalizers: list[Options]) -> list[str]:
         """Return the names of options in this setting that none of `normalizers` has."""

@@ -115,9 +115,9 @@ def phase_problems(config: Config) -> Iterator[Problem]:
             yield Problem(f"phases[{index}].seq_len", phase.seq_len, reason, "set model.position=rope")
         elif phase.position:
             yield from (
-                replace(problem, path=problem.path.replace("position", f"phases[{index}].position", 1))
+                replace(problem, key_path=problem.key_path.replace("position", f"phases[{index}].position", 1))
                 for problem in model.problems()
-                if problem.path.startswith("position")
+                if problem.key_path.startswith("position")
             )
     if config.model.normalizer != phases[0].normalizer:
         reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"

@@ -272,7 +272,7 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
     dataclasses report them.
     """
     own_problems = getattr(block, "problems", list)()
-    problems = [replace(problem, path=join_path(path, problem.path)) for problem in own_problems]
+    problems = [replace(problem, key_path=join_path(path, problem.key_path)) for problem in own_problems]
     for spec in typed_fields(type(block)):
         for item_path, item in items_with_paths(getattr(block, spec.name), join_path(path, spec.name)):
             problems += cross_key_problems(item, item_path) if is_dataclass(item) else []

@@ -518,7 +518,7 @@ def _check_experiment(experiment: Experiment) -> None:
     try:
         command_overrides("eval", experiment.evaluate_overrides)
     except ConfigError as error:
-        problems += [replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems]
+        problems += [replace(problem, key_path=f"evaluate.{problem.key_path}") for problem in error.problems]
     names_by_problem: dict[str, list[str]] = {}
     configs: dict[tuple[str, str], Config] = {}
     for size, arm in experiment.size_arms:

@@ -86,17 +86,17 @@ class ArmComparison:
     """
 
     arm_labels: tuple[str, ...]  # labels of all arms, also of arms without runs, by which pictures choose colours
-    arms: RunsByArm  # the arms that have runs
+    runs_by_arm: RunsByArm  # the arms that have runs
 
     @property
     def runs(self) -> list[RunRecord]:
         """Return the runs of all arms, one arm after the other."""
-        return [run for runs in self.arms.values() for run in runs]
+        return [run for runs in self.runs_by_arm.values() for run in runs]
 
     @property
     def baseline(self) -> str | None:
         """Return the label of the baseline; None if it has no runs, or no other arm has."""
-        return self.arm_labels[0] if self.arm_labels[0] in self.arms and len(self.arms) > 1 else None
+        return self.arm_labels[0] if self.arm_labels[0] in self.runs_by_arm and len(self.runs_by_arm) > 1 else None
 
     @cached_property
     def all_rows(self) -> pd.DataFrame:
@@ -105,7 +105,7 @@ class ArmComparison:
         run_numbers = np.repeat(np.arange(len(self.runs)), [len(run.evaluations) for run in self.runs])
         rows = drop_selection_rows(evaluation_rows([evaluation for run in self.runs for evaluation in run.evaluations]))
         owner = run_numbers[rows["evaluation"]]
-        labels = np.array([label for label, runs in self.arms.items() for _ in runs], object)
+        labels = np.array([label for label, runs in self.runs_by_arm.items() for _ in runs], object)
         all_seeds = sorted({run.seeds for run in self.runs})
         seeds = np.array([all_seeds.index(run.seeds) for run in self.runs])
         return rows.assign(run=owner, arm=labels[owner], seeds=seeds[owner])
@@ -164,7 +164,7 @@ class ArmComparison:
         indices = units.groupby(["name", "arm"], sort=False).indices
         metric_indices = dict.fromkeys(index for section in self.sections for index in section["name"])
         found = []
-        for arm, index in product(list(self.arms)[1:] if self.baseline else (), metric_indices):
+        for arm, index in product(list(self.runs_by_arm)[1:] if self.baseline else (), metric_indices):
             sides = [units.iloc[indices.get((index, label), [])] for label in (arm, self.baseline)]
             places = [dict(zip(side["place"], side["order"], strict=True)) for side in sides]
             if order := places[0] | places[1]:
@@ -230,12 +230,12 @@ class ArmComparison:
     @cached_property
     def config_diff(self) -> dict[str, tuple[str, ...]]:
         """Return each configuration key in which arms differ, with its value in each arm."""
-        return _config_diff(self.arms)
+        return _config_diff(self.runs_by_arm)
 
     @property
     def fairness_warning(self) -> str:
         """Say what differs besides the normalizer (configuration, tokens seen); empty if nothing does."""
-        if len(self.arms) == 1:
+        if len(self.runs_by_arm) == 1:
             return ""
         keys = _keys_besides_normalizer(self.config_diff)
         warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
@@ -262,7 +262,7 @@ class ArmComparison:
         recorded = {recorded_value_text(value) for value in run_values if value is not None}
         agreement = False if len(recorded) > 1 else None if None in run_values else True
         texts = pd.Series(
-            map(recorded_value_text, run_values), [label for label, runs in self.arms.items() for _ in runs]
+            map(recorded_value_text, run_values), [label for label, runs in self.runs_by_arm.items() for _ in runs]
         )
         by_arm = texts.groupby(level=0, sort=False).agg(lambda of_arm: ", ".join(of_arm.unique()))
         if by_arm.nunique() == 1:
@@ -449,21 +449,21 @@ def arm_label(run: RunRecord) -> str:
     return " -> ".join(names)
 
 
-def _config_diff(arms: Mapping[object, list[RunRecord]]) -> dict[str, tuple[str, ...]]:
+def _config_diff(runs_by_arm: Mapping[object, list[RunRecord]]) -> dict[str, tuple[str, ...]]:
     """Map each configuration key in which arms differ to its values in each arm, as text.
 
     A null value (off) counts as a missing key: an older run without a key does not differ from a newer run that leaves
     it off.
     """
     keys = dict.fromkeys(
-        key for runs in arms.values() for run in runs for key in run.flat_config if key not in ("name", "seed")
+        key for runs in runs_by_arm.values() for run in runs for key in run.flat_config if key not in ("name", "seed")
     )
     texts = {
         key: tuple(
             ", ".join(
                 dict.fromkeys(printable_text(yaml_scalar(run.flat_config.get(key, _MISSING_VALUE))) for run in runs)
             )
-            for runs in arms.values()
+            for runs in runs_by_arm.values()
         )
         for key in keys
     }

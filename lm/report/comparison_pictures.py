@@ -55,7 +55,7 @@ def drawn_runs(comparison: ArmComparison) -> list[DrawnRun]:
     """Return the comparison's runs for drawing."""
     return [
         DrawnRun(arm, run.seeds[-1], run.state, run, f"{printable_text(run.name)} ({arm}, {run.state})")
-        for arm, runs in comparison.arms.items()
+        for arm, runs in comparison.runs_by_arm.items()
         for run in runs
     ]
 
@@ -244,7 +244,7 @@ def _section_picture(
     if axis_kind == "number" or (section["place"].nunique() < 2 and not any(of.references for of in metrics)):
         return None
     sentences = [f"{metric.caption[:1].upper()}{metric.caption[1:]}."]
-    if max(map(len, comparison.arms.values())) > 1:
+    if max(map(len, comparison.runs_by_arm.values())) > 1:
         sentences.append("Thin: single seeds; thick: their mean.")
     lengths = training_lengths(section)
     words = f"training length{'s' * (len(lengths) > 1)} {', '.join(map(axis_text, lengths))}"

@@ -62,7 +62,7 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
     title, axis_kind = section[["title", "axis_kind"]].iloc[0]
     runs_by_row = section.groupby(["task_label", "setting", "arm"], sort=False)["run"].unique().to_dict()
     settings = dict.fromkeys(row[:2] for row in runs_by_row)
-    rows = [row for pair, arm in product(settings, comparison.arms) if (row := (*pair, arm)) in runs_by_row]
+    rows = [row for pair, arm in product(settings, comparison.runs_by_arm) if (row := (*pair, arm)) in runs_by_row]
     task_labels, setting_names, arms = (list(texts) for texts in zip(*rows, strict=True))
     labels = {"arm": arms, "task": task_labels, "inference setting": setting_names}
     columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if any(texts)]
@@ -83,7 +83,7 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
             columns.append(_mean_column(heading, metric, cells))
         if axis_kind == "number":
             unit = _short_unit(metric.unit)
-            if has_units and any(len(of_arm) > 1 for of_arm in comparison.arms.values()):
+            if has_units and any(len(of_arm) > 1 for of_arm in comparison.runs_by_arm.values()):
                 spreads = [number_text(cell and cell.spread) for cell in cells]
                 columns.append((Column("sd over seeds", unit), spreads))
             for level in dict(metric.references):
@@ -146,19 +146,19 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
 # ---------------------------------------------------------------- what a run took
 
 
-def cost_table(arms: RunsByArm, title: str = "What a run took") -> Table:
+def cost_table(runs_by_arm: RunsByArm, title: str = "What a run took") -> Table:
     """Return a table of the mean costs of a run, one row per arm, without costs that no run folder records."""
-    means = [pd.DataFrame([_run_costs(run) for run in runs], dtype=float).mean() for runs in arms.values()]
+    means = [pd.DataFrame([_run_costs(run) for run in runs], dtype=float).mean() for runs in runs_by_arm.values()]
     columns: list[FilledColumn] = [
-        (Column("arm", kind="label"), [*arms]),
-        (Column("runs"), [str(len(runs)) for runs in arms.values()]),
+        (Column("arm", kind="label"), [*runs_by_arm]),
+        (Column("runs"), [str(len(runs)) for runs in runs_by_arm.values()]),
     ]
     for name, unit in means[0].index:
         cells = [None if np.isnan(cost[name, unit]) else four_digit_text(cost[name, unit]) for cost in means]
         columns += [(Column(name, unit), cells)] if any(cells) else []
     devices = [
         ", ".join(dict.fromkeys(recorded_value_text(run.recorded_setting("device")) for run in runs))
-        for runs in arms.values()
+        for runs in runs_by_arm.values()
     ]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
@@ -203,7 +203,7 @@ class RunProperty:
 def run_properties(comparison: ArmComparison) -> list[RunProperty]:
     """Return the settings of all runs, and how the runs were measured; first the properties in which the runs of a fair
     comparison agree."""
-    runs, arms = comparison.runs, comparison.arms
+    runs, arms = comparison.runs, comparison.runs_by_arm
     by_run = [_fairness_conditions(run) for run in runs]
     properties = {
         name: RunProperty(name, *comparison.agreement_and_text([of_run[name] for of_run in by_run]))
@@ -263,7 +263,7 @@ def properties_table(comparison: ArmComparison) -> Table:
     ]
     columns: list[FilledColumn] = [
         (Column("what", kind="label"), [run_property.name for run_property in properties]),
-        *[(Column("same in all runs", kind="label"), agreements)] * (len(comparison.arms) > 1),
+        *[(Column("same in all runs", kind="label"), agreements)] * (len(comparison.runs_by_arm) > 1),
         (Column("value", kind="words"), [run_property.value for run_property in properties]),
     ]
     return Table("Runs and environment", "", tuple(columns))
@@ -275,7 +275,7 @@ def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], b
     keys = [key for key in comparison.config_diff if not is_omitted(key)]
     columns = [
         (Column(arm, kind="words"), [comparison.config_diff[key][index] for key in keys])
-        for index, arm in enumerate(comparison.arms)
+        for index, arm in enumerate(comparison.runs_by_arm)
     ]
     return Table("Configuration keys in which the arms differ", "", ((Column("key", kind="label"), keys), *columns))
 

@@ -215,7 +215,7 @@ def run_sections(
     for table in tables[len(pictures) :]:
         measured.add("table", table, f"{prefix}measured-differences")
     measured.add("list", comparison.divergence_notes)
-    cost.add("table", cost_table(comparison.arms, f"What a run took{suffix}"), f"{prefix}cost")
+    cost.add("table", cost_table(comparison.runs_by_arm, f"What a run took{suffix}"), f"{prefix}cost")
     cost.add("note", COST_NOTE)
     if comparison.config_diff:
         shared.add("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
@@ -260,9 +260,11 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
         commands.add("details", run_details(run))
     sections = [summary, *run_sections(comparison.arm_labels, runs, comparison), commands]
     run_names = (
-        f": {', '.join(printable_text(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
+        f": {', '.join(printable_text(run.name) for run in comparison.runs)}"
+        if len(comparison.runs_by_arm) == 1
+        else ""
     )
-    page = Page(" vs ".join(comparison.arms) + run_names, sections, introduction([comparison.runs]))
+    page = Page(" vs ".join(comparison.runs_by_arm) + run_names, sections, introduction([comparison.runs]))
     table = to_csv(comparison_tables(comparison)).encode()
     contents = page_files(page, folder) | {folder / "table.csv": table}
     write_together(contents, "the report")

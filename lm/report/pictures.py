@@ -111,7 +111,7 @@ class Picture:
     title."""
 
     panels: Sequence[Panel | HeatMap | None]  # panels and maps row by row; None: an empty place
-    arms: Sequence[str]  # empty: none is named
+    arm_labels: Sequence[str]  # empty: none is named
     caption: str = ""
     n_columns: int = 2  # panels in a row
     panel_size: tuple[float, float] = (6.4, 4.3)  # width and height of a panel in inches
@@ -120,7 +120,7 @@ class Picture:
     def shown_arms(self) -> list[int]:
         """Return the indices of the arms that are named above all panels, as they have a trace with points."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
-        return sorted({trace.arm_index for trace in traces}) if self.arms else []
+        return sorted({trace.arm_index for trace in traces}) if self.arm_labels else []
 
     @property
     def has_maps(self) -> bool:
@@ -137,11 +137,11 @@ class Picture:
     def panel_pictures(self) -> "list[Picture | None]":
         """Return one picture for each panel, which a page arranges by its width; None for an empty cell of the grid of
         panels. A picture with maps is not divided."""
-        return [self] if self.has_maps else [panel and replace(self, panels=[panel], arms=[]) for panel in self.panels]
+        return [self] if self.has_maps else [panel and replace(self, panels=[panel], arm_labels=[]) for panel in self.panels]
 
-    def marker_character(self, arm: int) -> str:
+    def marker_character(self, arm_index: int) -> str:
         """Return a character that shows the marker of an arm, for text next to the picture."""
-        return "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2605"[MARKERS.index(arm_style(arm)["marker"])]
+        return "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2605"[MARKERS.index(arm_style(arm_index)["marker"])]
 
     @property
     def grid_shape(self) -> tuple[int, int]:
@@ -190,10 +190,11 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
             else:
                 _draw_heat_map(axes, panel, picture.panel_size)
         if shown_arms := picture.shown_arms:
-            longest = max(len(picture.arms[arm]) for arm in shown_arms)
+            longest = max(len(picture.arm_labels[arm]) for arm in shown_arms)
             entries_per_row = max(1, min(len(shown_arms), int(columns * width * 8 // (longest + 6))))
             handles = [
-                Line2D([], [], **arm_style(arm) | {"linewidth": 2.4}, label=picture.arms[arm]) for arm in shown_arms
+                Line2D([], [], **arm_style(arm) | {"linewidth": 2.4}, label=picture.arm_labels[arm])
+                for arm in shown_arms
             ]
             figure.legend(handles=handles, loc="outside upper center", ncols=entries_per_row, fontsize=12)
             figure.set_figheight(rows * height + 0.28 * -(-len(shown_arms) // entries_per_row))
@@ -299,11 +300,11 @@ def _wrap_title(title: str) -> str:
     return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
 
 
-def arm_style(arm: int) -> LineStyle:
+def arm_style(arm_index: int) -> LineStyle:
     """Return the colour, marker and dashes of an arm: no two of the arms 0 to 48 have colour and marker in common."""
-    round_number = arm // len(COLOURS)
-    marker, dashes = MARKERS[(arm + round_number) % 7], DASHES[round_number % 4]
-    return {"color": COLOURS[arm % 7], "marker": marker, "linestyle": dashes, "linewidth": 1.8}
+    round_number = arm_index // len(COLOURS)
+    marker, dashes = MARKERS[(arm_index + round_number) % 7], DASHES[round_number % 4]
+    return {"color": COLOURS[arm_index % 7], "marker": marker, "linestyle": dashes, "linewidth": 1.8}
 
 
 def _write_note(

@@ -37,7 +37,7 @@ def default_name(path: str) -> str:
 def problems(*arguments: str) -> dict[str, str]:
     with pytest.raises(ConfigError) as error:
         load_config(["name=x", *arguments])
-    return {problem.path: str(problem) for problem in error.value.problems}
+    return {problem.key_path: str(problem) for problem in error.value.problems}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
@@ -93,7 +93,7 @@ def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path
     (tmp_path / "a.yaml").write_text("data: {source: {name: files, paths: ['???']}, tasks: [{task: {name: '???'}}]}")
     with pytest.raises(ConfigError) as error:
         load_config(["configs/softmax.yaml", str(tmp_path / "a.yaml")])
-    assert {"data.source.paths[0]", "data.tasks[0].task.name"} <= {problem.path for problem in error.value.problems}
+    assert {"data.source.paths[0]", "data.tasks[0].task.name"} <= {problem.key_path for problem in error.value.problems}
 
 
 @pytest.mark.parametrize(

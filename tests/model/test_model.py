@@ -297,7 +297,7 @@ def test_counts_follow_shared_keys_and_head_size():
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_naming_their_key(changes: dict, path: str):
-    assert [problem.path for problem in small(**changes).problems()] == [path]
+    assert [problem.key_path for problem in small(**changes).problems()] == [path]
     assert not [*small(n_head=4, n_kv_head=2, head_size=20, n_embd=34).problems()]
 
 

@@ -88,7 +88,7 @@ def test_seeds_are_grouped_into_arms_and_paired(tmp_path):
         for seed in (3, 1, 2)
     ]
     comparison = compare_runs([read_run(folder) for folder in folders])
-    assert [(arm, [run.seeds for run in runs]) for arm, runs in comparison.arms.items()] == [
+    assert [(arm, [run.seeds for run in runs]) for arm, runs in comparison.runs_by_arm.items()] == [
         ("softmax", [(1,), (2,), (3,)]),
         ("ssmax", [(1,), (2,), (3,)]),
     ]
@@ -142,7 +142,7 @@ def test_labels_tell_arms_apart(tmp_path):
         build_run(tmp_path, "c", "ssmax"),
         build_run(tmp_path, "d"),
     ]
-    labels = [*compare_runs([read_run(folder) for folder in folders]).arms]
+    labels = [*compare_runs([read_run(folder) for folder in folders]).runs_by_arm]
     assert labels == ["softmax, lr=0.001, a", "softmax, lr=0.002", "ssmax", "softmax, lr=0.001, d"]
 
 

@@ -24,7 +24,10 @@ def start(step: int, precision: str = "32", compiled: bool = False, **facts: obj
 
 
 def arms(*folders: Path) -> list[list[str]]:
-    return [[run.name for run in runs] for runs in compare_runs([read_run(folder) for folder in folders]).arms.values()]
+    return [
+        [run.name for run in runs]
+        for runs in compare_runs([read_run(folder) for folder in folders]).runs_by_arm.values()
+    ]
 
 
 # ---------------------------------------------------------------- what was used
@@ -75,7 +78,7 @@ def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):
     assert arms(*pair, other) == [["asked-auto", "asked-32"], ["bf16"]]
     comparison, _ = compare_folders(*pair, other)
     assert comparison.fairness_warning == "The arms differ in more than the normalizer: trainer.precision."
-    assert [*comparison.arms] == ["softmax, precision=32", "softmax, precision=bf16-mixed"]
+    assert [*comparison.runs_by_arm] == ["softmax, precision=32", "softmax, precision=bf16-mixed"]
 
 
 def test_unlike_histories_are_not_compared_as_like(tmp_path):
@@ -145,5 +148,5 @@ def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
     assert differences[()].interval.noise_source == "2 seeds"
     (seeds,) = [fact for fact in run_properties(comparison) if fact.name == "seeds"]
     assert "7 after 1, 7 after 2, 7 after 3" in seeds.value
-    assert [*comparison.arms] == ["softmax, init_from=abc-1", "softmax, init_from=other-2"]
+    assert [*comparison.runs_by_arm] == ["softmax, init_from=abc-1", "softmax, init_from=other-2"]
     assert arms(*a_runs, started_from(tmp_path, "again", 7, 1)) == [["a1", "a2", "a3"], ["again"]]

@@ -136,7 +136,7 @@ def test_branches_of_two_seeds_are_one_arm_and_not_that_of_the_trunk(tiny, trunk
     assert first.arm_definition == second.arm_definition != trunk_run.arm_definition
     assert (first.seeds, second.seeds) == ((1,), (2,))
     assert first.tokens_before_run == 0
-    labels = [*compare_runs([trunk_run, first]).arms]
+    labels = [*compare_runs([trunk_run, first]).runs_by_arm]
     assert labels == ["ssmax, max_steps=8", "ssmax, max_steps=9, branch_from=step-000006.ckpt"]
 
 

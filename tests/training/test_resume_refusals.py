@@ -131,7 +131,7 @@ def test_resuming_with_another_configuration_lists_every_difference(tiny):
                 "trainer.max_steps=20",
             )
         )
-    assert {problem.path for problem in error.value.problems} == {"model.n_embd", "optim.lr", "seed"}
+    assert {problem.key_path for problem in error.value.problems} == {"model.n_embd", "optim.lr", "seed"}
 
 
 @pytest.mark.parametrize("goes_on", ["name=text", "name=branch branch_from={}"])
