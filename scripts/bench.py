@@ -106,8 +106,8 @@ def attention_step(options: object, arguments: argparse.Namespace, dense: bool =
 
 
 def kernel_steps(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, StepFunction], str]:
-    """Return an attention call for each normalizer's fastest route and some dense definitions, and the name of the
-    base.
+    """Return an attention call for each normalizer's fastest route and some dense definitions, and the name of the one
+    that all are compared with.
     """
     alternatives = {name: attention_step(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}
     dense = {

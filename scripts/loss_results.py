@@ -50,8 +50,8 @@ class LossResults(ExperimentResults):
         shown_size: the model size or corpus whose runs are shown; empty if there is only one.
         picture_rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel each setting.
         train_length: training length, in tokens.
-        trend_arms: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's
-            runs.
+        trend_arms: for each trend its arms, each with its part of training (0 to 1), such as the time of a swap. A line
+            is fitted through each seed's runs.
         shows_token_counts: whether a table gives the training tokens that each arm took to the highest final loss of
             any run.
         table_suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
@@ -93,6 +93,7 @@ class LossResults(ExperimentResults):
 
     @cached_property
     def final_runs(self) -> pd.DataFrame:
+        """Return the lines of seeds.csv that belong to the final runs of the shown size or corpus."""
         data = final_run_lines(self.name)
         return data[data["size"] == self.shown_size] if self.shown_size else data
 

@@ -23,7 +23,7 @@ from page_pictures import draw_percentages, styled_figure, svg_bytes
 from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
-QUESTIONS_BY_TASK = {"mqar": 8, "needle": 4}  # about as many answers, each once, in a sequence of the task
+QUESTIONS_BY_TASK = {"mqar": 8, "needle": 4}  # number of questions in a sequence of the task; each has another answer
 # layers: those that arms differ in
 COLUMN_HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning rate", "size": "steps"}
 
@@ -41,8 +41,8 @@ class RecallResults(ExperimentResults):
         task: the task whose accuracy is shown.
         compared_column: if arms are not tuned, the column (rate or size) by whose values they are compared.
         ranks_arms: whether arms are sorted by their accuracy at their best rates.
-        trend_arms: arms by part of training (0 to 1), by the name of the trend. A line is fitted through each seed's
-            runs.
+        trend_arms: for each trend its arms, each with its part of training (0 to 1), such as the time of a swap. A line
+            is fitted through each seed's runs.
     """
 
     baseline: str
@@ -131,6 +131,7 @@ class RecallResults(ExperimentResults):
         return np.stack([self.accuracies[arm, self.rates(arm)[0], length] for length in self.lengths], 1)
 
     def tables(self) -> dict[str, str]:
+        """Return the Markdown tables of the page, by name."""
         tables = {self.table_name: self.table()}
         if self.trend_arms:
             tables[f"{self.table_name} trends"] = self.trend_table()

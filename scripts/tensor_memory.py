@@ -32,5 +32,6 @@ class TensorMemory(TorchDispatchMode):
         return results
 
     def _add(self, n_bytes: int) -> None:
+        """Add bytes to those held now; a negative number removes them."""
         self.current_bytes += n_bytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)

@@ -81,8 +81,8 @@ class ArmMean(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ArmComparison:
-    """Holds the runs of each arm and frames of what they measured on the held-out documents that report. The first of
-    `arm_labels` is the baseline.
+    """Holds the runs of each arm, and frames of what they measured, without the held-out documents that select learning
+    rates and checkpoints. The first of `arm_labels` is the baseline.
     """
 
     arm_labels: tuple[str, ...]  # labels of all arms, also of arms without runs, by which pictures choose colours
@@ -119,6 +119,7 @@ class ArmComparison:
 
     @cached_property
     def metric_names(self) -> list[MetricName]:
+        """Return the metrics that reports show, in the order of their first rows."""
         return [
             MetricName(*values) for values in self.titled_rows.drop_duplicates("name")[[*MetricName._fields]].to_numpy()
         ]
@@ -285,7 +286,7 @@ def drop_selection_rows(rows: pd.DataFrame) -> pd.DataFrame:
     rates.
 
     The names of these metrics get a suffix that says so, as in metrics.jsonl the plain name means all held-out text. A
-    curve without a document for reports at some point keeps its means over all documents, without units.
+    curve that has only such documents at some point keeps its means over all documents, without values of sequences.
     """
     is_text, reports = rows["part"] != "", rows["part"] == "reports"
     has_reports = reports.groupby(
@@ -300,11 +301,11 @@ def drop_selection_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def merge_bins_into_ranges(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a frame of `evaluation_rows` at the places that reports show. Bins are merged into ranges: a
-    unit's value is its mean over the bins within the range.
+    """Return the rows of a frame of `evaluation_rows` with bins merged into ranges, as reports show them. The value of
+    a unit (sequence or question) in a range is its mean over the bins within the range.
 
-    Ranges are `within 1x`, `1x-2x`, ... of the training length. New columns are `place`, a label, and `order`, by which
-    places are sorted.
+    Ranges are `within 1x`, `1x-2x`, ... of the training length. New columns are `place`, the label of a point or
+    range, and `order`, by which these are sorted.
     """
     is_bin = rows["axis_kind"] == "bins"
     points, bins = rows[~is_bin], rows[is_bin]
@@ -322,7 +323,7 @@ def merge_bins_into_ranges(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def starts_by_place(section: pd.DataFrame) -> dict[str, float]:
-    """Return the places of a section by label, each with where it starts. Points are in ascending order, ranges in the
+    """Return where each point or range of a section's axis starts, by its label. Points ascend; ranges are in the
     order of their end divided by the training length."""
     section = section.drop_duplicates("place").sort_values("order", kind="stable")
     return dict(zip(section["place"], section["x"], strict=True))

@@ -17,7 +17,7 @@ from lm.report.tables import Column, FilledColumn, Table, axis_text, number_text
 from lm.runs.evaluations import CURVE_COLUMNS, Evaluation, Metric, evaluation_rows, overall_means, point_means
 
 MAX_METRIC_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
-# most numbers without interval that a table has of one model; if there are more, ends of curves are printed
+# most numbers without interval that are printed of one model; of more, curves show their first and last values only
 MAX_PRINTED_NUMBERS = 24
 RUN_HEADING = "run, step"  # heading
 

@@ -148,7 +148,7 @@ def inline_svg(picture: Picture) -> Markup:
 
 
 def training_summary(runs: Sequence[RunRecord]) -> str:
-    """Say what runs trained: parameters, steps, tokens and text; empty without runs."""
+    """Return a sentence on how runs were trained: parameters, steps, tokens and text; empty without runs."""
 
     def listed(values: Iterable[Plain]) -> str:
         return " or ".join(dict.fromkeys(map(recorded_value_text, values)))

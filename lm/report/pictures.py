@@ -137,7 +137,11 @@ class Picture:
     def panel_pictures(self) -> "list[Picture | None]":
         """Return one picture for each panel, which a page arranges by its width; None for an empty cell of the grid of
         panels. A picture with maps is not divided."""
-        return [self] if self.has_maps else [panel and replace(self, panels=[panel], arm_labels=[]) for panel in self.panels]
+        return (
+            [self]
+            if self.has_maps
+            else [panel and replace(self, panels=[panel], arm_labels=[]) for panel in self.panels]
+        )
 
     def marker_character(self, arm_index: int) -> str:
         """Return a character that shows the marker of an arm, for text next to the picture."""
