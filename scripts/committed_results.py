@@ -36,12 +36,12 @@ class ExperimentResults:
 
     Attributes:
         name: folder of results/.
-        page: page of docs/ that holds the tables.
+        docs_page: page of docs/ that holds the tables.
         labels: words for the arms, by the arms' names, in the order of the table.
     """
 
     name: str
-    page: str
+    docs_page: str
     labels: Mapping[str, str]
 
     @property
@@ -72,7 +72,7 @@ class ExperimentResults:
 def compare_at_best_rates(
     arm_values: Mapping[float, np.ndarray],
     baseline_values: Mapping[float, np.ndarray],
-    higher: bool,
+    higher_is_better: bool,
     other_values_chose_rates: bool = False,
 ) -> Comparison:
     """Return the comparison of an arm with its baseline, each at its best learning rate.
@@ -82,20 +82,20 @@ def compare_at_best_rates(
     Args:
         arm_values: the arm's values (seeds,) by learning rate, the best rate first.
         baseline_values: the baseline's values, in the same way.
-        higher: whether values are accuracies, of which higher ones are better.
+        higher_is_better: whether values are accuracies, of which higher ones are better.
         other_values_chose_rates: whether other values chose the rates. A verdict must then hold at every pair of rates.
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
     place = (0, rates.index(next(iter(baseline_values))))
     shared = sum(rate in arm_values for rate in baseline_values) or None
-    bounds = ACCURACY_BOUNDS if higher else None
+    bounds = ACCURACY_BOUNDS if higher_is_better else None
     return Comparison(
         by_rates,
         place,
         n_shared_rates=shared,
         all_pairs=other_values_chose_rates,
-        higher_is_better=higher,
+        higher_is_better=higher_is_better,
         bounds=bounds,
     )
 
@@ -111,7 +111,7 @@ def rate_text(rate: float) -> str:
 def trend_table(
     values_by_part: Mapping[str, Mapping[float, np.ndarray]],
     matters: float,
-    higher: bool,
+    higher_is_better: bool,
     format_values: Callable[[np.ndarray], str],
     *display_scale: float,
 ) -> str:
@@ -123,7 +123,7 @@ def trend_table(
     Args:
         values_by_part: values (seeds,) by part of training (0 to 1), by the name of the trend.
         matters: smallest change of interest.
-        higher: whether values are accuracies.
+        higher_is_better: whether values are accuracies.
         format_values: function from the values of a part's runs to their words.
         display_scale: factor and decimal places of `verdict_text`.
     """
@@ -132,8 +132,8 @@ def trend_table(
     changes = {}
     for name, values in values_by_part.items():
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
-        bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher else None
-        changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher, bounds=bounds)
+        bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher_is_better else None
+        changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher_is_better, bounds=bounds)
     for name, verdict in verdicts(changes, matters).items():
         cells = [format_values(values_by_part[name][part]) if part in values_by_part[name] else "" for part in parts]
         lines.append([name, *cells, verdict_text(verdict, *display_scale)])

@@ -154,7 +154,7 @@ class LossResults(ExperimentResults):
         comparisons = {
             (*pair, column): compare_at_best_rates(
                 *(self.values_by_rate(row_name, column) for row_name in pair),
-                higher=self.is_accuracy,
+                higher_is_better=self.is_accuracy,
                 other_values_chose_rates=column != self.tuning_setting,
             )
             for pair, column in product(self.pairs, self.decisive_settings)

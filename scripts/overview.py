@@ -38,7 +38,7 @@ class Overview:
         long_losses: losses beyond the training length.
         recall: accuracies of the same arms.
         long_setting: the setting of `long_losses` that is shown.
-        page: page of docs/ that holds the table.
+        docs_page: page of docs/ that holds the table.
         table_name: name that marks the table in the page, and that the picture's file has in docs/.
     """
 
@@ -46,7 +46,7 @@ class Overview:
     long_losses: LossResults
     recall: RecallResults
     long_setting: str
-    page: str
+    docs_page: str
     table_name: str = "overview-arms"
 
     @cached_property

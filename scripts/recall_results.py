@@ -102,7 +102,7 @@ class RecallResults(ExperimentResults):
                         {rate: self.accuracies[name, rate, length] for rate in self.rates(name)}
                         for name in (arm, self.baseline)
                     ]
-                    comparisons[arm, arm_rates[0], length] = compare_at_best_rates(*by_rates, higher=True)
+                    comparisons[arm, arm_rates[0], length] = compare_at_best_rates(*by_rates, higher_is_better=True)
                     continue
                 for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]

@@ -263,7 +263,7 @@ ALL_RESULTS = (
         TEXT_ALL_RESULTS,
         RECALL_ALL_RESULTS,
         LONG_CONTEXT_SETTINGS[1],
-        TEXT_ALL_RESULTS.page,
+        TEXT_ALL_RESULTS.docs_page,
     ),
     LossResults(
         "text-2026",
@@ -557,7 +557,7 @@ def generated_files() -> dict[Path, bytes]:
     pages: dict[Path, str] = {}
     pictures = {}
     for result in ALL_RESULTS:
-        page = ROOT / "docs" / result.page
+        page = ROOT / "docs" / result.docs_page
         for place, table in result.tables().items():
             pages[page] = insert_table(pages.get(page) or page.read_text(encoding="utf-8"), place, table)
         if picture := result.draw_picture():

@@ -99,7 +99,7 @@ class Architecture(ABC):
         for name, option in self.option_by_field.items():
             default = self.option_defaults[option]
             if isinstance(default, bool):
-                option_values[option] = fields.take(name, bool, default)
+                option_values[option] = fields.read_value(name, bool, default)
             elif isinstance(default, float):
                 option_values[option] = fields.positive_number(name, default)
             else:
@@ -237,7 +237,8 @@ class Llama(Architecture):
             )
         kv_heads = fields.positive_integer("num_key_value_heads", None)
         bias, mlp_bias = (
-            name in self.bias_field_names and fields.take(name, bool, False) for name in ("attention_bias", "mlp_bias")
+            name in self.bias_field_names and fields.read_value(name, bool, False)
+            for name in ("attention_bias", "mlp_bias")
         )
         return {
             "n_kv_head": None if kv_heads == n_heads else kv_heads,
@@ -276,7 +277,7 @@ class Qwen2(Llama):
     fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qkv_bias": True}
 
     def normalizer_options(self, fields: ConfigFields, option_values: PlainDict) -> Options:
-        first_layer = fields.take("max_window_layers", int, 28)
+        first_layer = fields.read_value("max_window_layers", int, 28)
         return _read_window_options(fields, [layer >= first_layer for layer in range(option_values["n_layer"])])
 
     def converted_fields(self, model: ModelConfig) -> PlainDict:
@@ -312,7 +313,7 @@ class SmolLM3(Llama):
         """Return for each layer whether it has rotary positions."""
         interval, n_layers = fields.positive_integer("no_rope_layer_interval", 4), option_values["n_layer"]
         default = [int((layer + 1) % interval != 0) for layer in range(n_layers)]
-        return [bool(rotates) for rotates in fields.take("no_rope_layers", list[int], default)[:n_layers]]
+        return [bool(rotates) for rotates in fields.read_value("no_rope_layers", list[int], default)[:n_layers]]
 
     def normalizer_options(self, fields: ConfigFields, option_values: PlainDict) -> Options:
         return _read_window_options(fields, [not rotates for rotates in self.has_rope_by_layer(fields, option_values)])
@@ -343,7 +344,7 @@ class Ministral3(Llama):
         if (rope_fields := fields.nested_fields("rope_parameters")) is None:
             raise fields.refusal("rope_parameters", "must say how the factor on queries grows")
         growth, length = (
-            rope_fields.take(self.QUERY_GROWTH_FIELD, float),
+            rope_fields.read_value(self.QUERY_GROWTH_FIELD, float),
             rope_fields.positive_integer(ORIGINAL_LENGTH_FIELD),
         )
         return Llama4(floor_scale=float(length), attn_scale=growth, offset=0)
@@ -412,7 +413,7 @@ class GPTNeoX(Architecture):
 
 def _read_activation(fields: ConfigFields, name: str, default: str) -> str:
     """Return lm's name for the MLP's activation. Raises RunError: lm does not have this activation."""
-    if (activation := fields.take(name, str, default)) not in ACTIVATIONS:
+    if (activation := fields.read_value(name, str, default)) not in ACTIVATIONS:
         raise fields.refusal(name, f"only {', '.join(ACTIVATIONS)} are read")
     return ACTIVATIONS[activation]
 
@@ -429,13 +430,13 @@ def _read_window_options(fields: ConfigFields, has_window_by_default: list[bool]
 
     Raises RunError: a field has a value that lm can't use.
     """
-    has_windows, n_layers = fields.take("use_sliding_window", bool, False), len(has_window_by_default)
+    has_windows, n_layers = fields.read_value("use_sliding_window", bool, False), len(has_window_by_default)
     if (size := fields.positive_integer("sliding_window", None)) is None and has_windows:
         raise fields.refusal("sliding_window", "must be a size, as use_sliding_window is true")
     default_layer_types = [
         SLIDING_ATTENTION if has_windows and windowed else FULL_ATTENTION for windowed in has_window_by_default
     ]
-    layer_types = fields.take("layer_types", list[str], default_layer_types)
+    layer_types = fields.read_value("layer_types", list[str], default_layer_types)
     if len(layer_types) != n_layers or not {*layer_types} <= {FULL_ATTENTION, SLIDING_ATTENTION}:
         raise fields.refusal(
             "layer_types", f"must list {FULL_ATTENTION} or {SLIDING_ATTENTION} for each of the {n_layers} layers"

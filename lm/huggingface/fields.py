@@ -58,7 +58,7 @@ class ConfigFields:
     def __init__(self, values: dict[str, Plain], path: Path):
         self.path, self._values, self._used_names = path, values, set()
 
-    def take(self, name: str, value_type: type, default: Plain = MISSING) -> Plain:
+    def read_value(self, name: str, value_type: type, default: Plain = MISSING) -> Plain:
         """Return a field's value, or `default` if it is null or absent, and mark the field as used.
 
         Raises RunError: the value has another type than `value_type`, or is missing and there is no default.
@@ -78,7 +78,7 @@ class ConfigFields:
 
         Raises RunError: the value is not a whole number from 1 to `maximum`, or is missing and there is no default.
         """
-        size = self.take(name, int, default)
+        size = self.read_value(name, int, default)
         if size is not None and not 1 <= size <= maximum:
             raise self.refusal(name, "must be 1 or more" if size < 1 else f"must be at most {maximum:,}")
         return size
@@ -88,7 +88,7 @@ class ConfigFields:
 
         Raises RunError: the value is not a number above 0, or is missing and there is no default.
         """
-        number = self.take(name, float, default)
+        number = self.read_value(name, float, default)
         if number is not None and number <= 0:
             raise self.refusal(name, "must be above 0")
         return number
@@ -192,9 +192,9 @@ def read_rope(
     if outer_theta not in (None, theta):
         raise config.refusal("rope_theta", f"{name} has rope_theta = {theta:g}: one of them says what RoPE is")
     rope_fields.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
-    kind = rope_fields.take("rope_type", str, rope_fields.take("type", str, "default"))
+    kind = rope_fields.read_value("rope_type", str, rope_fields.read_value("type", str, "default"))
     if kind not in ROPE_TYPES:
-        name = "rope_type" if rope_fields.take("rope_type", str, "") else "type"
+        name = "rope_type" if rope_fields.read_value("rope_type", str, "") else "type"
         raise rope_fields.refusal(
             name,
             LENGTH_DEPENDENT_REASON if kind in ("dynamic", "longrope") else f"only {', '.join(ROPE_TYPES)} are read",
@@ -204,18 +204,18 @@ def read_rope(
     defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH_FIELD: n_positions}
     if kind == TrainedYarn.name:
         defaults["factor"] = n_positions / rope_fields.positive_integer(ORIGINAL_LENGTH_FIELD, n_positions)
-        rope_fields.take("finetuned", bool, False)  # true if the weights were trained further with this scaling
+        rope_fields.read_value("finetuned", bool, False)  # true if the weights were trained further with this scaling
     options = {}
     for field, option in option_names.items():
         if option in types:
-            options[option] = rope_fields.take(field, types[option], defaults.get(field, MISSING))
+            options[option] = rope_fields.read_value(field, types[option], defaults.get(field, MISSING))
         else:
             constant = getattr(schema, option)
             rope_fields.require_value(
                 field, (constant,), f"only {constant:g} is read, as the models released with {kind} have"
             )
     if kind == TrainedYarn.name:
-        scales = [rope_fields.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
+        scales = [rope_fields.read_value(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
         if options["attention_factor"] is None and all(scales):  # one alone is not read by transformers either
             growth = 0.1 * math.log(max(options["factor"], 1.0))
             options["attention_factor"] = (growth * scales[0] + 1) / (growth * scales[1] + 1)

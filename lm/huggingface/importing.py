@@ -157,7 +157,7 @@ def import_model(
     require_new_path(target)
     model = open_pretrained(source, revision, tokenizer)
     fields = ConfigFields(model.config, model.path)
-    model_type = fields.take("model_type", str)
+    model_type = fields.read_value("model_type", str)
     if model_type not in ARCHITECTURES:
         reason = (
             "this export of lm has code of its own: export the run without --format hf; "

@@ -75,7 +75,7 @@ class ArmMean(NamedTuple):
 
     metric: Metric
     mean: float
-    spread: float | None  # standard deviation over seeds; None: one run
+    seed_std: float | None  # standard deviation over seeds; None: one run
     interval: Interval | None
 
 

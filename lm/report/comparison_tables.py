@@ -84,7 +84,7 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
         if axis_kind == "number":
             unit = _short_unit(metric.unit)
             if has_units and any(len(of_arm) > 1 for of_arm in comparison.runs_by_arm.values()):
-                spreads = [number_text(cell and cell.spread) for cell in cells]
+                spreads = [number_text(cell and cell.seed_std) for cell in cells]
                 columns.append((Column("sd over seeds", unit), spreads))
             for level in dict(metric.references):
                 values = [number_text(cell and dict(cell.metric.references).get(level)) for cell in cells]

@@ -164,6 +164,6 @@ def test_arms_that_share_no_rate_are_compared_at_their_own(every: bool):
     baseline = 4 + 0.001 * np.sin(np.arange(8))
     arm = baseline + 0.1 + 0.001 * np.cos(np.arange(8))
     comparison = committed_results.compare_at_best_rates(
-        {0.1: arm}, {0.2: baseline}, higher=False, other_values_chose_rates=every
+        {0.1: arm}, {0.2: baseline}, higher_is_better=False, other_values_chose_rates=every
     )
     assert verdicts({"arm": comparison}, 0.01)["arm"].statement == "worse by more than 0.01"
