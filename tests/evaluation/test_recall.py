@@ -199,7 +199,7 @@ def test_validation_sequences_are_dealt_to_the_nearest_whole_number(tiny):
         "{weight: 0.1, task: {name: mqar, queries: 1}}]"
     )
     config = tiny(shares, SYMBOLS[1], "eval.sequences=10")
-    assert np.bincount(validation_sequences(prepare(config.data), config).sources).tolist() == [7, 2, 1]
+    assert np.bincount(validation_sequences(prepare(config.data), config).source_indices).tolist() == [7, 2, 1]
 
 
 def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
