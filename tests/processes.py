@@ -17,7 +17,7 @@ from lm.cli import main
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
-    ["lm.cli", "lm.training.starting", "lm.training.fit", "lm.data.prepare", "tokenizers"]
+    ["lm.cli", "lm.training.phase_start", "lm.training.fit", "lm.data.prepare", "tokenizers"]
 )
 
 

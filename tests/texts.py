@@ -64,7 +64,7 @@ def stored_texts(store: Store) -> list[str]:
     for split in (store.train, store.val):
         tokens = split_tokens(split)
         for begin, end in zip(split.offsets[:-1], split.offsets[1:], strict=True):
-            assert tokens[begin] == store.end_of_text
+            assert tokens[begin] == store.end_of_text_id
             texts.append(tokenizer.decode(tokens[begin + 1 : end].tolist(), skip_special_tokens=False))
     return texts
 

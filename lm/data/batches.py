@@ -105,13 +105,13 @@ class Batch(NamedTuple):
 
     @classmethod
     def from_sequences(
-        cls, sequences: np.ndarray | Tensor, answer_mask: np.ndarray | None = None, end_of_text: int | None = None
+        cls, sequences: np.ndarray | Tensor, answer_mask: np.ndarray | None = None, end_of_text_id: int | None = None
     ) -> "Batch":
         """Make a batch of `sequences` (B, T + 1): the first T tokens of each are the inputs, the last T the targets.
 
         Args:
             answer_mask: (B, T) bool, true for predictions that count in the loss; None: all predictions count.
-            end_of_text: id of the token that begins each document, to isolate documents; None: a query sees earlier
+            end_of_text_id: id of the token that begins each document, to isolate documents; None: a query sees earlier
                 documents, too.
         """
         sequences = torch.as_tensor(sequences)
@@ -121,9 +121,9 @@ class Batch(NamedTuple):
             first = int(answer_mask.any(0).argmax())
         positions = None
         # if a document began before the sequence, positions count from the sequence's first token
-        if end_of_text is not None:
+        if end_of_text_id is not None:
             index = torch.arange(tokens.size(1))
-            positions = index - torch.where(tokens == end_of_text, index, 0).cummax(1).values
+            positions = index - torch.where(tokens == end_of_text_id, index, 0).cummax(1).values
         return cls(tokens, targets, positions, first)
 
     def to(self, device: torch.device) -> "Batch":
@@ -261,8 +261,8 @@ class TrainSequences:
         for number in np.unique(streams):
             tokens, stream_answers = self.streams[number].read(stream_slots[streams == number], length)
             sequences[sequence_streams == number], answers[sequence_streams == number] = tokens, stream_answers
-        end_of_text = self.store.end_of_text if self.data.documents == "isolate" else None
-        batch = Batch.from_sequences(sequences, answers, end_of_text)
+        end_of_text_id = self.store.end_of_text_id if self.data.documents == "isolate" else None
+        batch = Batch.from_sequences(sequences, answers, end_of_text_id)
         # a task's sequence counts as one document, even if its filler is text of several
         if batch.positions is not None:
             batch.positions[torch.from_numpy(sequence_streams < len(self.data.tasks))] = torch.arange(length)

@@ -108,30 +108,30 @@ class Scan:
     sources: np.ndarray  # (documents,) int64: index of each document's source in `DataConfig.sources`
     assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL, COPY or OMITTED
     n_blank: int  # documents without text
-    unreadable: dict[str, Plain]  # files, documents and rows that can't be read: their number and the `first`
+    unreadable_summary: dict[str, Plain]  # files, documents and rows that can't be read: their number and the `first`
 
 
-def count_unreadable(unreadable: dict[str, Plain], error: UnreadableError, on_error: str) -> None:
+def count_unreadable(unreadable_summary: dict[str, Plain], error: UnreadableError, on_error: str) -> None:
     """Count `error`, about a file, document or row that can't be read. If `data.on_error` is `fail`, raise it instead.
 
-    unreadable: the `count` of such errors, and the texts of the `first` ones, which this function updates.
+    unreadable_summary: the `count` of such errors, and the texts of the `first` ones, which this function updates.
     """
     if on_error == "fail":
         raise error
-    unreadable["count"] += 1
-    if len(unreadable["first"]) < MAX_LISTED_ERRORS:
-        unreadable["first"].append(str(error))
+    unreadable_summary["count"] += 1
+    if len(unreadable_summary["first"]) < MAX_LISTED_ERRORS:
+        unreadable_summary["first"].append(str(error))
 
 
-def build_store(data: DataConfig, identity: dict[str, Plain], target: Path, progress: Progress) -> None:
-    """Build the store in the folder `target`, or finish an interrupted preparation. The manifest begins with the
-    entries of `identity`, which determine the content.
+def build_store(data: DataConfig, store_identity: dict[str, Plain], store_folder: Path, progress: Progress) -> None:
+    """Build the store in the folder `store_folder`, or finish an interrupted preparation. The manifest begins with the
+    entries of `store_identity`, which determine the content.
 
     Raises DataError: a source is too small, changed meanwhile or can't be read. If a shard is complete, the hidden
     folder stays, and the next call continues.
     """
-    folder = target.with_name(f".{target.name}.partial")
-    progress.say(f"{target}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")
+    folder = store_folder.with_name(f".{store_folder.name}.partial")
+    progress.say(f"{store_folder}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")
     for label, weighted in zip(source_labels(data), data.sources, strict=True):
         if isinstance(weighted.source, FileSource) and not data.symbolic:
             progress.say(f"{label}: {files_summary(weighted.source)}")
@@ -141,10 +141,10 @@ def build_store(data: DataConfig, identity: dict[str, Plain], target: Path, prog
         for path in store.iterdir():
             if path.name not in facts["files"]:
                 path.unlink()
-        manifest = identity | facts
+        manifest = store_identity | facts
         write_store_file(store / MANIFEST, json_bytes({**manifest, "sha256": json_sha256(manifest)}))
-        os.rename(store, target)
-        sync_folder(target.parent)
+        os.rename(store, store_folder)
+        sync_folder(store_folder.parent)
     except Exception:
         # With a whole shard the next call continues: the cause of the error may be a network or a full disk.
         if not any(folder.glob(f"*/{OMITTED_LIST_PREFIX}*")):
@@ -181,7 +181,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
         sources[name] = [SourceCounts(label, 0, int(count), int(size)) for label, count, size in facts]
     return store, {
         "left_out": {"blank": scan.n_blank, "copies": int((scan.assignment == COPY).sum())},
-        "unreadable": scan.unreadable,
+        "unreadable": scan.unreadable_summary,
         **finish_store(store, tokenizer, data.tokenizer.end_of_text, sources),
     }
 
@@ -211,10 +211,10 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
     for path in list_paths.values():
         for index, problem in json.loads(path.read_text(encoding="utf-8")):
             scan.assignment[index] = OMITTED
-            count_unreadable(scan.unreadable, UnreadableError(problem), data.on_error)
+            count_unreadable(scan.unreadable_summary, UnreadableError(problem), data.on_error)
     if not np.isin(splits, scan.assignment).all():
         reason = "gives no document of the training text, or of the held-out text, back"
-        raise DataError(f"data.tokenizer: {reason}; {scan.unreadable['first'][-1]}")
+        raise DataError(f"data.tokenizer: {reason}; {scan.unreadable_summary['first'][-1]}")
 
 
 def _write_shard(

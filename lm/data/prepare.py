@@ -10,7 +10,7 @@ from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.data import tokenizer
 from lm.data.build import build_store
 from lm.data.sources import source_identity, source_labels
-from lm.data.store import MANIFEST, STORE_FORMAT, Store, fingerprint
+from lm.data.store import MANIFEST, STORE_FORMAT, Store, data_fingerprint
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
 from lm.files import file_lock, json_sha256, read_json
 from lm.plain import Plain, to_plain
@@ -37,13 +37,13 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
     """
     store = find_store(data, store_fingerprint) if store_fingerprint else None
     if store is None:
-        store = Store.open(_prepared_folder(data, Progress("auto" if progress else "none")))
+        store = Store.open(_find_or_build_folder(data, Progress("auto" if progress else "none")))
     if progress:
         print(store_summary(store), flush=True)
     return store
 
 
-def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
+def _find_or_build_folder(data: DataConfig, progress: Progress) -> Path:
     """Return the folder of the store, which is built first if it does not exist. One process at a time builds stores in
     `data.root`.
     """
@@ -96,7 +96,7 @@ def find_store(data: DataConfig, store_fingerprint: str) -> Store | None:
     for path in sorted(data.token_stores_folder.glob(f"*/{MANIFEST}")):
         with suppress(RunError, KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
             manifest = read_json(path)
-            if manifest["format"] == STORE_FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
+            if manifest["format"] == STORE_FORMAT and data_fingerprint(manifest["files"]) == store_fingerprint:
                 return Store.open(path.parent)
     return None
 

@@ -120,7 +120,7 @@ class Store:
     path: Path
     fingerprint: str  # sha256 of tokens, offsets and tokenizer; messages show 16 hex digits of it
     vocab_size: int
-    end_of_text: int  # id of the end-of-text token
+    end_of_text_id: int  # id of the end-of-text token
     bytes_per_token: np.ndarray  # (V,) fp32, number of UTF-8 bytes of each token; 0 for special tokens
     manifest: Mapping[str, Plain]
     train: Split
@@ -153,8 +153,10 @@ class Store:
                     if digest != files[name]["sha256"]:
                         raise DataError(f"{path / name}: was altered (its sha256 differs)")
             splits = [_open_split(path, name, manifest) for name in SPLITS]
-            byte_counts, end_of_text = np.load(path / TOKEN_BYTES), manifest["end_of_text"]["id"]
-            return cls(path, fingerprint(files), manifest["vocab_size"], end_of_text, byte_counts, manifest, *splits)
+            byte_counts, end_of_text_id = np.load(path / TOKEN_BYTES), manifest["end_of_text"]["id"]
+            return cls(
+                path, data_fingerprint(files), manifest["vocab_size"], end_of_text_id, byte_counts, manifest, *splits
+            )
         except LMError as error:
             problem = one_line(error)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -168,7 +170,7 @@ class Store:
         return load_tokenizer(self.path / TOKENIZER, self.manifest["end_of_text"]["token"])
 
 
-def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
+def data_fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
     """Return a sha256 over the hashes of the token, offset and tokenizer files. The fingerprint seeds the order of
     training data.
 
@@ -282,19 +284,20 @@ def finish_store(
     }
 
 
-def _counts_and_offsets(folder: Path, name: str, size: int, end_of_text: int) -> tuple[np.ndarray, np.ndarray]:
+def _counts_and_offsets(folder: Path, split: str, size: int, end_of_text_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Return how often each of `size` tokens occurs in a split, int64 (size,), and the index of each document's first
     token.
 
-    The indices are followed by the number of tokens: int64 (documents + 1,). A document begins at each `end_of_text`.
+    The indices are followed by the number of tokens: int64 (documents + 1,). A document begins at each
+    `end_of_text_id`.
     """
     counts, starts, n_tokens = np.zeros(size, np.int64), array("q"), 0
-    for path in sorted(folder.glob(f"{name}-*.bin")):
+    for path in sorted(folder.glob(f"{split}-*.bin")):
         with open(path, "rb") as file:
             while block := file.read(BLOCK_BYTES):
                 tokens = np.frombuffer(block, token_dtype(size))
                 counts += np.bincount(tokens, minlength=size)
-                starts.extend((np.flatnonzero(tokens == end_of_text) + n_tokens).tolist())
+                starts.extend((np.flatnonzero(tokens == end_of_text_id) + n_tokens).tolist())
                 n_tokens += len(tokens)
     return counts, np.append(np.array(starts, "<i8"), n_tokens)
 

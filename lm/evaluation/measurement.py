@@ -48,7 +48,7 @@ class HeldOutSequences:
     source_indices: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
     answer_mask: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
     # the token that begins a document, if documents in a sequence don't see each other; else None
-    end_of_text: int | None = None
+    end_of_text_id: int | None = None
 
     @cached_property
     def sha256(self) -> str:
@@ -83,7 +83,9 @@ class HeldOutSequences:
     def batch(self, indices: list[int]) -> Batch:
         """Return a batch of the sequences at `indices`."""
         return Batch.from_sequences(
-            self.sequences[indices], None if self.answer_mask is None else self.answer_mask[indices], self.end_of_text
+            self.sequences[indices],
+            None if self.answer_mask is None else self.answer_mask[indices],
+            self.end_of_text_id,
         )
 
     def sampling_units(self, fingerprint: str, weigh_by_targets: bool = False) -> pd.DataFrame:
@@ -127,7 +129,7 @@ class HeldOutSequences:
             store.bytes_per_token,
             documents,
             sources,
-            end_of_text=store.end_of_text if isolate_documents else None,
+            end_of_text_id=store.end_of_text_id if isolate_documents else None,
         )
 
 

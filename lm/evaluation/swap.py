@@ -91,7 +91,7 @@ def swap_run(
         facts["init"] = getattr(config.model.normalizer, "init", None)
         notes = _closing_notes(old, new, config, destination, facts["init"])
         evaluation = measurement.evaluate(
-            new, device, model.training_facts["step"], model.training_facts["tokens_seen"]
+            new, device, model.step_tokens_and_data["step"], model.step_tokens_and_data["tokens_seen"]
         )
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})

@@ -43,7 +43,7 @@ def model_card(loaded_model: LoadedModel, model_type: str) -> str:
     the exported model, as transformers names it.
     """
     spec, model, config = loaded_model.spec, loaded_model.spec.model, loaded_model.config
-    label, step = model.normalizer.label(), loaded_model.training_facts.get("step")
+    label, step = model.normalizer.label(), loaded_model.step_tokens_and_data.get("step")
     texts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
         f"# {loaded_model.folder.resolve().name}",
@@ -60,7 +60,7 @@ def model_card(loaded_model: LoadedModel, model_type: str) -> str:
     if swap := loaded_model.environment.get("swap"):  # the configuration names the new normalizer alone
         texts.append(f"The weights are those of {swap['from']}, whose {swap['normalizer']} was replaced by {label}.")
     if config is not None and step:
-        texts.append(f"Trained for {step:,} steps, {loaded_model.training_facts['tokens_seen']:,} tokens.")
+        texts.append(f"Trained for {step:,} steps, {loaded_model.step_tokens_and_data['tokens_seen']:,} tokens.")
         summary = "<details><summary>The whole configuration</summary>"
         texts.append(f"{summary}\n\n```yaml\n{to_yaml(config)}```\n\n</details>")
     return "\n\n".join(texts) + "\n"

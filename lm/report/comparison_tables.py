@@ -300,5 +300,5 @@ def _normalizer_text(run: RunRecord) -> str:
     """Return text on the normalizer of each training phase of a run: formula, source, and options that aren't the
     defaults."""
     return "; then ".join(
-        f"{f'from step {step}: ' if step else ''}{description(options)}" for step, options in run.phases
+        f"{f'from step {step}: ' if step else ''}{description(options)}" for step, options in run.phase_normalizers
     )

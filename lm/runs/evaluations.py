@@ -279,10 +279,12 @@ class Evaluation:
             raise ValueError(one_line(error)) from None
 
 
-def _parse_metric(plain: dict[str, Plain]) -> Metric:
+def _parse_metric(metric_fields: dict[str, Plain]) -> Metric:
     """Return the Metric whose fields a file holds as JSON."""
-    references = tuple((name, np.nan if level is None else level) for name, level in plain["references"])
-    return Metric(**plain | {"references": references, "axis": plain["axis"] and Axis(**plain["axis"])})
+    references = tuple((name, np.nan if level is None else level) for name, level in metric_fields["references"])
+    return Metric(
+        **metric_fields | {"references": references, "axis": metric_fields["axis"] and Axis(**metric_fields["axis"])}
+    )
 
 
 def _read_table(table: str, metrics: list[Metric]) -> pd.DataFrame:

@@ -146,7 +146,7 @@ class LoadedModel:
         return [*ids.values()]
 
     @property
-    def training_facts(self) -> dict[str, Plain]:
+    def step_tokens_and_data(self) -> dict[str, Plain]:
         """Return the model's `step`, `tokens_seen` and `data_fingerprint`, as fields of an evaluation. They are 0, 0
         and None without a training run.
         """
@@ -182,7 +182,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         path = files[checkpoint]
     content, folder = load_checkpoint(path), _model_folder(path)
     environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
-    with _refuse_misfits(path):
+    with _convert_misfit_errors(path):
         config = trained_config(content["lm"], path)
         spec = ModelSpec.from_training(config, content["lm"])
         decoder = _build_decoder(spec, content["state_dict"], path)
@@ -203,7 +203,7 @@ def _load_model(path: Path) -> LoadedModel:
         )
     else:
         check_file(path, WEIGHTS_FILE, advice="export it again")
-    with _refuse_misfits(path):
+    with _convert_misfit_errors(path):
         spec, metadata = ModelSpec.from_plain(description["spec"]), description["training"] or {}
         config = trained_config(metadata, path) if metadata else None
         decoder = _build_decoder(spec, safetensors.torch.load_file(path / WEIGHTS_FILE), path)
@@ -226,7 +226,7 @@ _MISFIT_ERRORS = (
 
 
 @contextmanager
-def _refuse_misfits(path: Path) -> Iterator[None]:
+def _convert_misfit_errors(path: Path) -> Iterator[None]:
     """Return a context that turns errors on the content of `path` into RunError. A stranger may have written that
     content.
     """

@@ -18,7 +18,7 @@ from lm.model.spec import count_parameters, flops_per_token
 from lm.plain import Plain
 from lm.plugins import PLUGINS
 from lm.runs.folder import command_line
-from lm.training.starting import PhaseStart
+from lm.training.phase_start import PhaseStart
 
 
 def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:

@@ -17,8 +17,8 @@ from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selec
 from lm.runs.folder import PEAK_MEMORY_KEY
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
+from lm.training.phase_start import BestStep
 from lm.training.run_context import RunContext
-from lm.training.starting import BestStep
 from lm.training.step_callbacks import StepCallback
 
 
@@ -50,7 +50,7 @@ class EvaluationCallback(StepCallback):
         is_missing = trainer.is_global_zero and not path.exists()
         if trainer.strategy.reduce_boolean_decision(is_missing, all=False):
             # after a swap: the model of the phase before
-            self.measure(trainer, module, module.start.replaced_decoder or module.decoder)
+            self.measure(trainer, module, module.phase_start.replaced_decoder or module.decoder)
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Make the measurement if it is due."""
@@ -93,7 +93,7 @@ class Validation(EvaluationCallback):
         if its `selection_loss` is the lowest so far on the same sequences.
         """
         if result := super().measure(trainer, module, decoder):
-            state, (loss, sha256) = module.start.state, selection_loss(result)
+            state, (loss, sha256) = module.phase_start.run_state, selection_loss(result)
             # losses that can't be compared
             has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
@@ -132,11 +132,11 @@ class SwapEffect(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """Compare the models before and after the swap, and free the memory of the model before the swap."""
-        if old_decoder := module.start.replaced_decoder:
+        if old_decoder := module.phase_start.replaced_decoder:
             lines, warning = describe_swap(old_decoder, module.decoder, trainer.global_step)
             for line in filter(None, [*lines, warning]):
                 self.run.progress.say(line)
             if self.config.eval.swap_lengths:
                 measurement = SwapMeasurement(self.config, self.run.store, old_decoder)
                 EvaluationCallback(self.run, measurement).measure(trainer, module, module.decoder)
-            module.start.replaced_decoder = None
+            module.phase_start.replaced_decoder = None

@@ -45,8 +45,8 @@ from lm.training.launcher import Process
 from lm.training.lightning_import import L, MisconfigurationException, SIGTERMException
 from lm.training.loggers import MetricsFile, make_loggers
 from lm.training.module import LanguageModel, StepData
+from lm.training.phase_start import PhaseStart, resume_or_branch, start_from_checkpoint, start_new_run
 from lm.training.run_context import RunContext, StoppableDDP
-from lm.training.starting import PhaseStart, resume_or_branch, start_from_checkpoint, start_new_run
 from lm.training.step_callbacks import AtomicCheckpointIO, Checkpoints, Metrics, ProgressBar, StopOnSignal
 from lm.training.user_classes import make_user_objects
 
@@ -66,8 +66,8 @@ def fit(
         checkpoint_content: the content of `checkpoint`.
         initial_model: the model that `init_from` names, for a new run.
 
-    `lm.training.starting.check_before_preparation` has checked that weights in `checkpoint_content` or `initial_model`
-    fit the configured model.
+    `lm.training.phase_start.check_before_preparation` has checked that weights in `checkpoint_content` or
+    `initial_model` fit the configured model.
 
     Raises LMError: the run can't start or continue; most checks come before anything is written.
     """
@@ -145,7 +145,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
     status.
     """
     config, folder = run.config, run.config.run_folder
-    with run.stop:
+    with run.stop_request:
         while True:
             try:
                 trainer, data = make_trainer(run, start), StepData(run, start.phase)
@@ -168,12 +168,12 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                 divergence_text = read_run(folder).divergence_reason if trainer.is_global_zero else ""
                 run.progress.say(f"done: {folder}" + (f", diverged: {divergence_text}" if divergence_text else ""))
                 return 0
-            if trainer.should_stop and not run.stop.signal:
+            if trainer.should_stop and not run.stop_request.signal:
                 advice = f"leave it out, or set trainer.max_steps={step}; resume=auto goes on"
                 raise RunError(f"trainer.callbacks: one of them stopped the run at step {step}: {advice}")
             if trainer.should_stop:  # the same on all ranks, as is the step
                 run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
-                return 128 + run.stop.signal
+                return 128 + run.stop_request.signal
             checkpoint = checkpoint_path(folder / CHECKPOINTS, step)
             start = start_from_checkpoint(config, load_checkpoint(checkpoint))
             run.progress.say(f"phase {start.phase + 1} from step {step:,}: {config.training_phases[start.phase].label}")
@@ -186,7 +186,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
         accelerator=run.machine.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
-        strategy=StoppableDDP(run.stop) if config.world_size > 1 else "auto",
+        strategy=StoppableDDP(run.stop_request) if config.world_size > 1 else "auto",
         precision="bf16-mixed" if run.machine.bf16 else "32-true",
         max_steps=config.phase_ends[start.phase],
         max_epochs=-1,

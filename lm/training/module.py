@@ -16,11 +16,11 @@ from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT
 from lm.training.lightning_import import L
 from lm.training.optimizers import OPTIMIZER_STATES_KEY, make_optimizer, set_learning_rates, state_after_swap
+from lm.training.phase_start import PhaseStart
 from lm.training.run_context import RunContext
-from lm.training.starting import PhaseStart
 
 # Lightning's counters of optimizer steps in a checkpoint, by their keys
-STEP_COUNTS, LOGGED_STEPS = "epoch_loop.automatic_optimization.optim_progress", "epoch_loop.state_dict"
+STEP_COUNTS_KEY, LOGGED_STEPS_KEY = "epoch_loop.automatic_optimization.optim_progress", "epoch_loop.state_dict"
 
 
 class LanguageModel(L.LightningModule):
@@ -41,13 +41,13 @@ class LanguageModel(L.LightningModule):
 
     def __init__(self, run: RunContext, start: PhaseStart):
         super().__init__()
-        self.run, self.decoder, self.start = run, start.decoder, start
+        self.run, self.decoder, self.phase_start = run, start.decoder, start
         self.config = config = run.config.config_in_phase(start.phase)
         self.decoder.recomputes_activations = config.trainer.activation_checkpointing
         if run.machine.compiles:
             use_compile_cache()
             self.decoder.compile_blocks(len(config.data.lengths.weights) or 1)
-        self.accumulation = config.sequences_per_rank // config.micro_batch
+        self.micro_batches_per_step = config.sequences_per_rank // config.micro_batch
         # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
         self.loss_sums: Tensor | None = None
 
@@ -67,7 +67,7 @@ class LanguageModel(L.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Seed dropout by seed, micro-batch and rank, so that a checkpoint needs no random state."""
-        micro_batch = self.global_step * self.accumulation + batch_idx % self.accumulation
+        micro_batch = self.global_step * self.micro_batches_per_step + batch_idx % self.micro_batches_per_step
         seed = (self.config.seed * 1_000_003 + micro_batch) * 4099 + self.global_rank
         torch.default_generator.manual_seed(seed)  # torch.manual_seed takes milliseconds for devices that aren't there
         if self.device.type != "cpu":
@@ -83,12 +83,12 @@ class LanguageModel(L.LightningModule):
         n_targets = (batch.targets != NO_TARGET).sum() if has_ignored else loss.new_full((), batch.targets.numel())
         sums = torch.stack((loss.detach().double(), n_targets.double()))
         self.loss_sums = sums if self.loss_sums is None else self.loss_sums + sums
-        # Lightning divides the loss by `accumulation`, DDP the gradients by the number of ranks.
-        return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
+        # Lightning divides the loss by `micro_batches_per_step`, DDP the gradients by the number of ranks.
+        return loss * (self.micro_batches_per_step * self.trainer.world_size / self.config.optim.batch_tokens)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the step's learning rates."""
-        set_learning_rates(optimizer, self.config, self.start.phase, self.global_step)
+        set_learning_rates(optimizer, self.config, self.phase_start.phase, self.global_step)
 
     def configure_gradient_clipping(
         self,
@@ -102,7 +102,7 @@ class LanguageModel(L.LightningModule):
 
         Raises Diverged: the loss or the gradient is not finite.
         """
-        optim, state = self.config.optim, self.start.state
+        optim, state = self.config.optim, self.phase_start.run_state
         trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
         # of the mean over tokens, not targets
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained_parameters])
@@ -132,7 +132,7 @@ class LanguageModel(L.LightningModule):
         rank's sums.
         """
         sums, self.loss_sums = (
-            torch.cat((self.loss_sums, self.loss_sums.new_full((1,), float(bool(self.run.stop.signal))))),
+            torch.cat((self.loss_sums, self.loss_sums.new_full((1,), float(bool(self.run.stop_request.signal))))),
             None,
         )
         if self.trainer.world_size > 1:
@@ -152,10 +152,10 @@ class LanguageModel(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Add the metadata by which the model is rebuilt, and training resumed and verified."""
         # Lightning's counters of optimizer steps suffice: a resumed run may have other micro-batches and ranks.
-        step_counts = checkpoint["loops"]["fit_loop"][STEP_COUNTS]
-        counts = {STEP_COUNTS: step_counts, LOGGED_STEPS: {"_batches_that_stepped": self.global_step}}
+        step_counts = checkpoint["loops"]["fit_loop"][STEP_COUNTS_KEY]
+        counts = {STEP_COUNTS_KEY: step_counts, LOGGED_STEPS_KEY: {"_batches_that_stepped": self.global_step}}
         checkpoint["loops"] = {"fit_loop": counts}
-        run, state = self.run, self.start.state
+        run, state = self.run, self.phase_start.run_state
         state.elapsed_s = run.clock.seconds()
         checkpoint["lm"] = {
             "format": CHECKPOINT_FORMAT,
@@ -164,7 +164,7 @@ class LanguageModel(L.LightningModule):
             "data_fingerprint": run.store.fingerprint,
             "step": self.global_step,
             "tokens": self.global_step * self.config.optim.batch_tokens,
-            "phase": self.start.phase,
+            "phase": self.phase_start.phase,
             "plugins": PLUGINS.versions(self.config.normalizer_names),
             **asdict(state),
         }
@@ -173,7 +173,7 @@ class LanguageModel(L.LightningModule):
         """If a swap begins this phase, put the swapped weights into `checkpoint`, and drop the optimizer state of the
         old normalizers.
         """
-        old = self.start.replaced_decoder
+        old = self.phase_start.replaced_decoder
         if old and old.config.normalizer != self.decoder.config.normalizer:
             checkpoint["state_dict"] = self.state_dict()
             (optimizer,) = checkpoint[OPTIMIZER_STATES_KEY]
@@ -195,7 +195,7 @@ class StepData(L.LightningDataModule):
         the run is resumed.
         """
         # Lightning has just set a handler of SIGTERM, by which a run ends without a checkpoint and with status 0.
-        self.run.stop.listen()
+        self.run.stop_request.listen()
         config = self.config
         self.loader = train_loader(
             train_sequences(self.run.store, config),

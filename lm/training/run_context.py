@@ -94,13 +94,13 @@ class StoppableDDP(L.pytorch.strategies.DDPStrategy):
     ranks got the signal at another moment, that handler would wait for ever.
     """
 
-    def __init__(self, stop: StopRequest):
+    def __init__(self, stop_request: StopRequest):
         super().__init__()
-        self.stop = stop
+        self.stop_request = stop_request
 
     def barrier(self, name: str | None = None) -> None:
         """Take the stop signals back from Lightning, then wait for all ranks."""
-        self.stop.listen()
+        self.stop_request.listen()
         super().barrier(name)
 
 
@@ -118,7 +118,7 @@ class RunContext:
     progress: StepProgress
     user_callbacks: list[L.Callback] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
-    stop: StopRequest = field(default_factory=StopRequest)
+    stop_request: StopRequest = field(default_factory=StopRequest)
 
     @cached_property
     def config_yaml(self) -> str:

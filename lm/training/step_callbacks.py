@@ -16,8 +16,8 @@ from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CHECKPOINTS, PEAK_MEMORY_KEY, checkpoint_path, checkpoint_paths, checkpoint_step
 from lm.training.lightning_import import L, SIGTERMException
 from lm.training.module import LanguageModel
+from lm.training.phase_start import BestStep
 from lm.training.run_context import RunContext
-from lm.training.starting import BestStep
 
 
 class StepCallback(L.Callback):
@@ -47,7 +47,7 @@ class StopOnSignal(StepCallback):
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Stop training on all ranks after the step in which any rank received a signal."""
         if module.stop_requested:
-            self.run.stop.signal = self.run.stop.signal or signal.SIGTERM
+            self.run.stop_request.signal = self.run.stop_request.signal or signal.SIGTERM
             trainer.should_stop = True
 
 
@@ -62,7 +62,7 @@ class Metrics(StepCallback):
         """Start the clock at the seconds of training so far, which the checkpoint holds, and measure speed from this
         step.
         """
-        self.run.clock.start(module.start.state.elapsed_s)
+        self.run.clock.start(module.phase_start.run_state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.run.clock.seconds()
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
@@ -70,7 +70,7 @@ class Metrics(StepCallback):
         max_steps = self.config.trainer.max_steps
         if not self.config.log.is_due(step, max_steps):
             return
-        state, tokens = module.start.state, self.config.optim.batch_tokens
+        state, tokens = module.phase_start.run_state, self.config.optim.batch_tokens
         loss = state.take_mean_loss()
         elapsed_s = self.run.clock.seconds()
         speed = (step - self.last_step) * tokens / max(elapsed_s - self.last_time, 1e-9)
@@ -179,7 +179,7 @@ class Checkpoints(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Save a checkpoint if one is due."""
-        best = module.start.state.best
+        best = module.phase_start.run_state.best
         if self.is_regular_step(step) or step in self.config.phase_ends or (best and best.step == step):
             self.save(trainer, module)
 
@@ -211,7 +211,7 @@ class Checkpoints(StepCallback):
         if trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
             raise failure or RunError("failed on another process")
         if trainer.is_global_zero:
-            self.prune(module.start.state.best)
+            self.prune(module.phase_start.run_state.best)
         self.run.clock.exclude_since(begin)
 
     def prune(self, best: BestStep | None) -> None:

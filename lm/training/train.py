@@ -22,7 +22,7 @@ from lm.runs.folder import (
 )
 from lm.runs.manifest import read_entries
 from lm.training.launcher import end_with_parent, this_process
-from lm.training.starting import check_before_preparation
+from lm.training.phase_start import check_before_preparation
 
 
 def train(config: Config) -> int:

@@ -252,7 +252,7 @@ def test_isolated_positions_begin_anew_with_each_document(store):
     for tokens, positions in zip(batch.tokens, batch.positions, strict=True):
         offset = 0
         for token, position in zip(tokens.tolist(), positions.tolist(), strict=True):
-            offset = 0 if token == store.end_of_text else offset
+            offset = 0 if token == store.end_of_text_id else offset
             assert position == offset
             offset += 1
     assert (batch.positions == 0).sum() > len(batch.positions)

@@ -13,7 +13,7 @@ from texts import split_tokens
 
 from lm.config.data_config import DataConfig
 from lm.data.prepare import find_store, prepare
-from lm.data.store import MANIFEST, Store, fingerprint
+from lm.data.store import MANIFEST, Store, data_fingerprint
 from lm.errors import DataError
 from lm.files import json_sha256, write_json
 
@@ -134,4 +134,4 @@ def test_the_fingerprint_is_that_of_stores_from_before_shards():
     before = "".join(
         f"{name} a\n" for name in ("train.bin", "train.offsets.npy", "val.bin", "val.offsets.npy", "tokenizer.json")
     )
-    assert fingerprint(dict.fromkeys(names, digest)) == hashlib.sha256(before.encode()).hexdigest()
+    assert data_fingerprint(dict.fromkeys(names, digest)) == hashlib.sha256(before.encode()).hexdigest()

@@ -40,7 +40,7 @@ def test_a_tokenizer_file_is_used_whatever_it_was_set_to(text_data: DataConfig, 
     Path(text_data.source.paths[0], "odd.txt").write_text("text with </s> in it")
     spec = TokenizerFile(str(write_tokenizer(tmp_path / "tokenizer.json")), "</s>")
     store = prepare(dataclasses.replace(text_data, tokenizer=spec))
-    assert (store.vocab_size, store.end_of_text) == (292, 290)
+    assert (store.vocab_size, store.end_of_text_id) == (292, 290)
     assert sorted(stored_texts(store)) == sorted([*TEXTS, "text with </s> in it"])
     assert (np.concatenate((split_tokens(store.train), split_tokens(store.val))) == 290).sum() == len(TEXTS) + 1
     assert store.bytes_per_token[291] == len("Zwölf".encode())

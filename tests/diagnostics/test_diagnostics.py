@@ -66,7 +66,7 @@ def batch(isolated: bool = False) -> Batch:
     """One sequence; `isolated`: a document begins in its middle, which does not see what is before it."""
     tokens = torch.randint(1, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     tokens[0, 35] = 0
-    return Batch.from_sequences(tokens, end_of_text=0 if isolated else None)
+    return Batch.from_sequences(tokens, end_of_text_id=0 if isolated else None)
 
 
 def measured(decoder: Decoder, sample: Batch) -> MeasuredValues:
@@ -265,7 +265,7 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
     ).eval()
     tokens = np.random.default_rng(0).integers(1, VOCAB, (3, length + 1))
     tokens[2, 100] = 0
-    held_out = HeldOutSequences(tokens, np.ones(VOCAB, np.float32), np.array([0, 0, 1]), end_of_text=0)
+    held_out = HeldOutSequences(tokens, np.ones(VOCAB, np.float32), np.array([0, 0, 1]), end_of_text_id=0)
     settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
     blocks = diagnostic_rows(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")

@@ -32,7 +32,7 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     measurement = LossByLength(config, store)
     (curve,) = measure_curves(measurement, decoder, CPU)
     tokens = measurement.held_out[-1].sequences.astype(np.int64)  # (stretches, 65)
-    assert (tokens[:, 1:-1] == store.end_of_text).any()
+    assert (tokens[:, 1:-1] == store.end_of_text_id).any()
     for column, length in enumerate((16, 32, 64)):
         losses = []
         for begin in range(0, 64, length):
@@ -41,7 +41,7 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
                 ends = [
                     place
                     for place in range(1, length)
-                    if documents == "isolate" and sequence[place] == store.end_of_text
+                    if documents == "isolate" and sequence[place] == store.end_of_text_id
                 ]
                 pieces = zip([0, *ends], [*ends, length], strict=True)
                 with torch.no_grad():

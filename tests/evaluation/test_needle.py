@@ -75,7 +75,7 @@ def test_an_answer_begins_with_the_whole_number_and_ends_at_the_end_of_text_toke
     """The loss on answers teaches no model to stop after the last digit; generation ends at the token."""
     decoder, text = made(store), TaskText(store)
     question = needle_trials(Needle(), LENGTH, 1, text)[0]
-    number, end = question.correct_number, np.array([store.end_of_text])
+    number, end = question.correct_number, np.array([store.end_of_text_id])
     whole = text.encode(f" {number}")
     cases = [
         (exact, text.encode(words))

@@ -91,7 +91,7 @@ def test_documents_of_a_text_are_isolated_where_those_of_training_are(tiny, vers
         decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1)
         measured = measure_curves(texts, decoder, Device(torch.device("cpu"), False))
         losses.append({curve.task: curve.points[0].values for curve in measured if curve.points})
-    has_boundary = (texts.held_out[1].sequences[:, 1:-1] == store.end_of_text).any(1)
+    has_boundary = (texts.held_out[1].sequences[:, 1:-1] == store.end_of_text_id).any(1)
     assert ((losses[0]["code"] != losses[1]["code"]) == has_boundary).all()
     assert has_boundary.any()
     assert (losses[0]["verse"] == losses[1]["verse"]).all()

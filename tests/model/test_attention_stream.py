@@ -41,7 +41,7 @@ def batch(length: int = LENGTH, documents: bool = False) -> Batch:
     """Two sequences; of `documents` one begins in the middle of each."""
     tokens = torch.randint(1, VOCAB, (2, length + 1), generator=torch.Generator().manual_seed(1))
     tokens[0, 11] = tokens[1, 20] = 0
-    return Batch.from_sequences(tokens, end_of_text=0 if documents else None)
+    return Batch.from_sequences(tokens, end_of_text_id=0 if documents else None)
 
 
 def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:

@@ -20,7 +20,7 @@ from lm.data.tokenizer import train_tokenizer
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import load_evaluation
 from lm.runs.loading import export, load, save_model
-from lm.training.starting import start_new_run
+from lm.training.phase_start import start_new_run
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from lm.data.prepare import prepare
 from lm.model.device import Machine, ResolvedSetting
 from lm.training.banner import banner, git_state
-from lm.training.starting import start_new_run
+from lm.training.phase_start import start_new_run
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ def test_steps_micro_batches_ranks_and_seeds_have_each_their_own_dropout():
     with torch.random.fork_rng():
         for seed, step, micro_batch, rank in [*cases, *cases]:
             module = SimpleNamespace(
-                config=SimpleNamespace(seed=seed), global_step=step, accumulation=3, global_rank=rank
+                config=SimpleNamespace(seed=seed), global_step=step, micro_batches_per_step=3, global_rank=rank
             )
             module.device = torch.device("cpu")
             LanguageModel.on_train_batch_start(module, None, 3 * step + micro_batch)

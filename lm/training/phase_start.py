@@ -207,7 +207,7 @@ class PhaseStart:
     phase: int
     # on the CPU, with the weights to train from; where training continues, Lightning loads them into it
     decoder: Decoder
-    state: RunState = field(default_factory=RunState)
+    run_state: RunState = field(default_factory=RunState)
     checkpoint_content: dict[str, object] | None = None  # of the checkpoint from which training continues
     replaced_decoder: Decoder | None = (
         None  # the decoder that a swap at this step replaced, until its effect is measured
@@ -245,8 +245,8 @@ def start_new_run(
     initial_model.decoder.to("meta")  # or the weights would be held twice during training
     origin = {
         "path": str(initial_model.path),
-        "step": initial_model.training_facts["step"],
-        "tokens": initial_model.training_facts["tokens_seen"],
+        "step": initial_model.step_tokens_and_data["step"],
+        "tokens": initial_model.step_tokens_and_data["tokens_seen"],
         "normalizer": initial_model.decoder.config.normalizer.label(),
         "weights": weights_sha256(decoder.state_dict())[:12],
     }
@@ -258,7 +258,7 @@ def start_new_run(
         origin |= {"arm": arm_hash(*run), "seeds": list(training_seeds(*run))}
     notes = [f"weights from {initial_model.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
     notes += _position_and_length_notes(initial_model.decoder.config.position, initial_model.decoder.seq_len, config, 0)
-    if not origin["tokens"] or store.fingerprint != initial_model.training_facts["data_fingerprint"]:
+    if not origin["tokens"] or store.fingerprint != initial_model.step_tokens_and_data["data_fingerprint"]:
         known = "on other data or another split" if origin["tokens"] else "on text that is not known"
         notes.append(f"note: those weights were trained {known}: what is held out here they may have seen")
     return start, {"started_from": origin}, notes
@@ -359,7 +359,7 @@ def resume_or_branch(
             later = "checkpoints, metrics and evaluations of later steps are deleted"
             notes.insert(0, f"note: back to step {step}; {later}")
         return start, facts, [f"goes on from step {step:,} of {steps:,}: {path}", *notes]
-    start.state.elapsed_s = 0.0  # the new run counts its own steps alone
+    start.run_state.elapsed_s = 0.0  # the new run counts its own steps alone
     earlier = facts | {"starts": [entry for entry in facts.get("starts", []) if entry["step"] < step]}
     branched_from = {
         "path": str(path),
