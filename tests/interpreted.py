@@ -6,6 +6,7 @@ test_gpu.py imports its reference functions, too.
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,13 @@ from torch import Tensor
 from lm.attention import catalogue as opt
 from lm.attention import elementwise_sums
 from lm.attention.catalogue import make_normalizer
-from lm.attention.elementwise_sums import ELEMENTWISE_FUNCTIONS, elementwise_attention, sum_tiles, why_no_triton
+from lm.attention.elementwise_sums import (
+    ELEMENTWISE_FUNCTIONS,
+    TileSums,
+    compute_sums,
+    elementwise_attention,
+    why_no_triton,
+)
 from lm.attention.kernels import kernel_problem
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
@@ -74,7 +81,8 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(
 ):
     tensors = attention_inputs(length, size, width, torch.float32)
     actual, tiled = (
-        output_and_gradients(route, f, *tensors, divide_by_sum) for route in (elementwise_attention, sum_tiles)
+        output_and_gradients(route, f, *tensors, divide_by_sum)
+        for route in (elementwise_attention, partial(compute_sums, TileSums))
     )
     for a, b, exact in zip(
         actual,
@@ -181,11 +189,10 @@ def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(mon
 
     with torch.inference_mode():
         assert trial(torch.device("cpu")) == ""
-    monkeypatch.setattr(
-        triton_kernels, "fused_attention", lambda f, q, k, v, *shift, **keys: sum_tiles(f, q, k, 2 * v, *shift, **keys)
-    )
+    doubled = SimpleNamespace(apply=lambda *arguments: 2 * TileSums.apply(*arguments))
+    monkeypatch.setattr(triton_kernels, "TritonSums", doubled)
     with pytest.warns(UserWarning, match="a slower route takes its place"):
         assert "results differ: relu2, relu, sigmoid" in trial(torch.device("cpu"))
-    monkeypatch.setattr(triton_kernels, "fused_attention", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(triton_kernels, "TritonSums", SimpleNamespace(apply=lambda *_: 1 / 0))
     with pytest.warns(UserWarning, match="a slower route takes its place"):
         assert "ZeroDivisionError" in trial(torch.device("cpu"))

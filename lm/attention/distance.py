@@ -114,10 +114,10 @@ class WindowNormalizer(SoftmaxNormalizer):
         if not layout.mask_is_triangular:
             return super().forward(q, k, v, layout)
         (b, _, t, _), w = q.shape, self.options.size
-        if t > w and gpu_kernels.can_compute(self, q, k, v, layout):
-            return self.gpu_forward(q, k, v, layout)
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
+        if gpu_kernels.can_compute(self, q, k, v, layout):
+            return self.gpu_forward(q, k, v, layout)
         if w <= MAX_LOOP_WINDOW and q.device.type == "cpu":
             return self._sum_over_distances(q, k, v)
 

@@ -71,9 +71,9 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 # ---------------------------------------------------------------- tiles
 
 
-class _ElementwiseAttention(torch.autograd.Function):
+class TileSums(torch.autograd.Function):
     """Compute causal sums of f(q.k / sqrt(D) + shift) v tile by tile, for q, k (N, T, D), v (N, T, E) and `shift`
-    (N, T) or None.
+    (N, T) or None, on any device. Memory holds one tile of weights per head at a time.
 
     With `divide_by_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and
     in the backward pass, weights are in v's dtype. Scores, f and sums are in fp32 or wider.
@@ -144,19 +144,6 @@ def _compute_tile_scores(
     return torch.baddbmm(shifts, queries, keys.mT, beta=shift is not None, alpha=1 / math.sqrt(q.size(-1)))
 
 
-def sum_tiles(
-    function_name: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
-) -> Tensor:
-    """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at
-    a time.
-    """
-    if shift is not None:
-        shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
-    return _ElementwiseAttention.apply(
-        function_name, divide_by_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift
-    ).unflatten(0, q.shape[:2])
-
-
 # ---------------------------------------------------------------- the Triton kernel, or tiles
 
 
@@ -200,13 +187,13 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
 
     Compiling the kernel fails where the machine lacks a C compiler or Python's headers.
     """
-    from lm.attention import triton_kernels
+    from lm.attention.triton_kernels import TritonSums
 
     *qkv, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
     for name, shift, divide_by_sum in product(ELEMENTWISE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
         pair = (
-            output_and_gradients(partial(route, name, divide_by_sum=divide_by_sum), [*qkv, *shift], grad)
-            for route in (triton_kernels.fused_attention, sum_tiles)
+            output_and_gradients(partial(compute_sums, sums, name, divide_by_sum=divide_by_sum), [*qkv, *shift], grad)
+            for sums in (TritonSums, TileSums)
         )
         yield from ((name, a, b) for a, b in zip(*pair, strict=True))
 
@@ -227,7 +214,23 @@ def elementwise_attention(
         divide_by_sum: divide each query's output by the sum of f over its keys; f must not be negative.
     """
     if why_no_triton(q.device, q.dtype, q.size(-1)):
-        return sum_tiles(function_name, q, k, v, shift, divide_by_sum)
-    from lm.attention import triton_kernels
+        return compute_sums(TileSums, function_name, q, k, v, shift, divide_by_sum)
+    from lm.attention.triton_kernels import TritonSums
 
-    return triton_kernels.fused_attention(function_name, q, k, v, shift, divide_by_sum)
+    return compute_sums(TritonSums, function_name, q, k, v, shift, divide_by_sum)
+
+
+def compute_sums(
+    sums: type[torch.autograd.Function],
+    function_name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shift: Tensor | None = None,
+    divide_by_sum: bool = False,
+) -> Tensor:
+    """Compute `elementwise_attention` by `sums`: `TileSums`, or `TritonSums` of `lm.attention.triton_kernels`."""
+    if shift is not None:
+        shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
+    output = sums.apply(function_name, divide_by_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift)
+    return output.unflatten(0, q.shape[:2])

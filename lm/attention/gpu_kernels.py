@@ -97,7 +97,7 @@ def flex_softmax(
     `window` a query sees only its latest `window` keys.
     """
     attend, _ = _flex_functions()
-    score_mod = _make_score_mod(type(logit_map), repr(logit_map.options), logit_map) if logit_map else None
+    score_mod = _make_score_mod(logit_map) if logit_map else None
     with without_autocast(v.device):
         mask = _block_mask(layout, q.size(2), window)
         return attend(q.to(v.dtype), k.to(v.dtype), v, score_mod=score_mod, block_mask=mask, scale=scale)
@@ -113,17 +113,16 @@ def _flex_functions() -> tuple[Callable, Callable]:
 _SCORE_MODS: dict[tuple[type, str], Callable] = {}  # FlexAttention's `score_mod`, by class and options of a normalizer
 
 
-def _make_score_mod(map_class: type, options_text: str, logit_map: nn.Module) -> Callable:
+def _make_score_mod(logit_map: nn.Module) -> Callable:
     """Return the function by which FlexAttention changes scores: it computes `logit_map.map_logits`.
 
-    Each such function is compiled. So layers share one if they agree in `map_class`, the class of `logit_map`, and
-    `options_text`, its options.
+    Each such function is compiled. So layers share one if their maps agree in class and options.
     """
 
     def map_logit(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return logit_map.map_logits(z, logit_map.coefficients((query - key).clamp(min=0).float()))
 
-    return _SCORE_MODS.setdefault((map_class, options_text), map_logit)
+    return _SCORE_MODS.setdefault((type(logit_map), repr(logit_map.options)), map_logit)
 
 
 def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> object:
@@ -137,7 +136,6 @@ def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> obj
     if documents is None:
         return _make_mask(length, window, layout.positions.device)
     if window not in layout.block_mask_cache:
-        documents = documents if documents.dim() == 2 else documents.unsqueeze(0)
         layout.block_mask_cache[window] = _make_mask.__wrapped__(length, window, documents.device, documents)
     return layout.block_mask_cache[window]
 

@@ -90,9 +90,7 @@ class AttentionLayout:
         return cls(keys[start:], keys, torch.full((n_queries,), length, device=device), mask_is_triangular=start == 0)
 
     @classmethod
-    def from_mask(
-        cls, mask: Tensor | None, start: int, n_queries: int, device: torch.device | str = "cpu"
-    ) -> "AttentionLayout":
+    def from_mask(cls, mask: Tensor | None, start: int, n_queries: int, device: torch.device) -> "AttentionLayout":
         """Return the layout that a mask for softmax kernels describes, for `n_queries` queries that follow `start`
         cached keys.
 

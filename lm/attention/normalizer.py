@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lm.attention import gpu_kernels, routes
-from lm.attention import layout as layouts
-from lm.attention.layout import AttentionLayout
+from lm.attention.layout import AttentionLayout, attend_by_document
 from lm.attention.options import Options
 
 FUSED_SOFTMAX = "fused softmax"
@@ -143,7 +142,7 @@ class Normalizer(torch.nn.Module, ABC):
 
     def training_layout(self, device: torch.device | str = "cpu") -> AttentionLayout:
         """Return the layout of one document of the training length."""
-        return layouts.AttentionLayout.full(self.layer.train_length, device)
+        return AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """Return dense weights (B, H, T, S) by the definition: `normalize` of the `scores`, 0 where masked.
@@ -221,7 +220,7 @@ class Normalizer(torch.nn.Module, ABC):
             return self(q, k, v, layout)
         if gpu_kernels.can_compute(self, q, k, v, layout):
             return self.gpu_forward(q, k, v, layout)
-        return layouts.attend_by_document(self, q, k, v, layout)
+        return attend_by_document(self, q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
         """Return queries and keys for which softmax(q.k / sqrt(D)) gives the weights; None if none exist.

@@ -9,19 +9,18 @@ divided by their sums (N, T). In the backward pass `mean_grad` (N, T), the mean 
 subtracted from the gradient of each weight.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lm.attention.elementwise_sums import triton_is_interpreted
 from lm.attention.routes import MIN_SUM, gradient_before_division
 
 KERNEL_MIN_SUM = tl.constexpr(MIN_SUM)
 # Triton's interpreter would multiply the bit patterns of bf16 numbers
-WIDEN_BF16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+WIDEN_BF16 = tl.constexpr(triton_is_interpreted())
 # columns of v that a program holds; wider values take further programs, which compute the weights again
 VALUE_PIECE_WIDTH = 128
 # Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes
@@ -223,15 +222,16 @@ def launch_options(
     }
 
 
-class _ElementwiseAttention(torch.autograd.Function):
-    """Compute elementwise attention of contiguous (N, T, .) tensors by the kernels above; `shift` is (N, T) fp32 or
-    None.
+class TritonSums(torch.autograd.Function):
+    """Compute elementwise attention of (N, T, .) tensors by the kernels above; `shift` is (N, T) fp32 or None.
+    `why_no_triton` in `lm.attention.elementwise_sums` says which tensors they take.
     """
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, function_name: str, divide_by_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
     ) -> Tensor:
+        q, k, v, shift = (x if x is None else x.contiguous() for x in (q, k, v, shift))
         ctx.options = launch_options(q.dtype, q.size(-1), v.size(-1), function_name, shift is not None, divide_by_sum)
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
         output = torch.empty_like(v, dtype=torch.float32 if divide_by_sum else v.dtype)
@@ -259,16 +259,3 @@ class _ElementwiseAttention(torch.autograd.Function):
             if pieces > 1:
                 _backward_keys[(blocks, pieces - 1)](*inputs, dk, dv, q.size(1), FIRST_PIECE=False, **ctx.options)
         return None, None, dq, dk, dv, None if shift is None else dshift
-
-
-def fused_attention(
-    function_name: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
-) -> Tensor:
-    """Compute `lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels. `why_no_triton` in that
-    module says which tensors they take.
-    """
-    n, shape = q.size(0) * q.size(1), q.shape[:3]
-    if shift is not None:
-        shift = shift.float().expand(shape).reshape(n, -1).contiguous()
-    q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    return _ElementwiseAttention.apply(function_name, divide_by_sum, q, k, v, shift).unflatten(0, shape[:2])

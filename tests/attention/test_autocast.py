@@ -10,7 +10,7 @@ from torch import Tensor
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
 from lm.attention.contract import assert_matches_definition, random_inputs, random_normalizer
-from lm.attention.elementwise_sums import sum_tiles
+from lm.attention.elementwise_sums import TileSums, compute_sums
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.routes import append_bias, attend_by_query_blocks
@@ -265,7 +265,11 @@ def test_the_backward_pass_recomputes_the_function_of_the_forward_pass(route: st
         for backward in (False, True):
             q, k, v = (tensor.detach().requires_grad_() for tensor in tensors[:3])
             with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-                out = entmax(q, k, v, AttentionLayout.full(40)) if route == "blocks" else sum_tiles("relu2", q, k, v)
+                out = (
+                    entmax(q, k, v, AttentionLayout.full(40))
+                    if route == "blocks"
+                    else compute_sums(TileSums, "relu2", q, k, v)
+                )
             with torch.autocast("cpu", torch.bfloat16, enabled=backward):
                 routes.append((out, *torch.autograd.grad(out, (q, k, v), tensors[3])))
     for other in routes[1:]:
