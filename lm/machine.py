@@ -70,11 +70,9 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def stop_signals_blocked() -> Iterator[None]:
-    """Return a context that blocks `STOP_SIGNALS` in this thread, and in processes that are started within the
-    context.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+def signals_blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Return a context that blocks `signals` in this thread, and in processes that are started within the context."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from lm.config.tree import Config
 from lm.data.store import Split, Store
 from lm.data.tasks import TaskError, TaskText, integer_hash, make_example
 from lm.errors import ConfigError, Problem, RunError
-from lm.machine import stop_signals_blocked
+from lm.machine import STOP_SIGNALS, signals_blocked
 
 SLOTS_PER_BLOCK = 1024  # slots that `assign_slots` assigns to streams in one draw
 # seed words that separate the draws of a sampler, of a mixture's sources (each adds its index), and of lengths
@@ -301,7 +301,7 @@ class TrainLoader(DataLoader[Batch]):
         """
         other_processes, handler = {*active_children()}, signal.getsignal(signal.SIGCHLD)
         try:
-            with stop_signals_blocked():
+            with signals_blocked(*STOP_SIGNALS):
                 return super().__iter__()
         finally:
             signal.signal(signal.SIGCHLD, handler)

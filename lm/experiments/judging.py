@@ -310,7 +310,7 @@ class Judgement:
         entry: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": (question.rates[size] or {}).get(arm),
             "runs": int(is_finished.sum()), "of": len(runs) or len(question.seeds),
-            "mean": _mean(common_values),
+            "mean": json_value(common_values.mean()) if len(common_values) else None,
         }  # fmt: skip
         if arm != question.arms[0]:
             verdict = self.verdicts[size, arm]
@@ -376,11 +376,6 @@ def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndar
     count = min(arm_values.shape[1], baseline_values.shape[1])
     with np.errstate(invalid="ignore"):
         return arm_values[:, None, :count] - baseline_values[:, :count]
-
-
-def _mean(values: np.ndarray) -> float | None:
-    """Return the mean; None without values, or if a value is not finite."""
-    return float(values.mean()) if len(values) and np.isfinite(values).all() else None
 
 
 # ---------------------------------------------------------------- verdicts as a table and in words
@@ -506,10 +501,11 @@ def experiment_noise(judgement: Judgement) -> str:
     """Return a sentence on how an experiment's final runs scatter, each arm at its judged rate; empty while no arm has
     two such runs."""
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
+    if not size_arms:
+        return ""
     values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
-    index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm")) if size_arms else None
-    noise = measure_noise(pd.DataFrame(values, index).replace(math.inf, math.nan), True) if size_arms else None
-    if not noise:
+    index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm"))
+    if not (noise := measure_noise(pd.DataFrame(values, index).replace(math.inf, math.nan), True)):
         return ""
     paired = noise["paired_differences"]
     words = f", differences paired by seed by {_spread_words(paired)}" if paired else ""

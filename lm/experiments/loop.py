@@ -35,7 +35,7 @@ from lm.experiments.procedure import (
 )
 from lm.experiments.run_outcome import Outcome
 from lm.files import folder_lock, read_json, write_json
-from lm.machine import STOP_SIGNALS, process_start_time, start_child
+from lm.machine import STOP_SIGNALS, process_start_time, signals_blocked, start_child
 from lm.model.device import count_gpus, visible_gpu_names
 from lm.plain import Plain
 from lm.report.tables import number_text
@@ -229,16 +229,13 @@ class Cluster:
         """
         # A job of this machine inherits the blocked signals: Ctrl-C and a closed terminal are to stop this process
         # alone.
-        with self._lock:
-            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+        with self._lock, signals_blocked(signal.SIGINT, signal.SIGHUP):
             try:
                 tasks = {"nodes": nodes, "tasks_per_node": devices} if nodes > 1 else {}
                 self._executor.update_parameters(**self._parameters | tasks)
                 return self._executor.submit(function).task(0)
             except (RuntimeError, OSError, ValueError) as error:
                 raise RunError(f"--submit {self.engine}: {one_line(error)}") from None
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
     def result(self, job: "Job") -> object:
         """Wait for a job and return its result. Raises RunError: the job failed or vanished."""
@@ -347,7 +344,7 @@ class ExperimentTrainer:
     """
 
     def __init__(self, procedure: Procedure, slots: list[Devices], cluster: Cluster | None = None):
-        self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
+        self.procedure, self.slots = procedure, slots
         self.cluster, self.trainer = cluster, cluster or ChildProcesses()
         self.pending: dict[Future, tuple[Run, Devices]] = {}
         self.failed: dict[Path, Failure] = {}
@@ -390,7 +387,7 @@ class ExperimentTrainer:
         if self.failed:
             words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
             remedy = "the same command goes on with killed ones, and --retry tries others again"
-            remedy += f"; their output is in {self.folder / LOG_FOLDER}"
+            remedy += f"; their output is in {self.procedure.experiment.folder / LOG_FOLDER}"
             raise RunsFailed(f"{len(self.failed)} runs failed ({words}); {remedy}")
 
     def free_runs(self) -> list[Run]:

@@ -149,9 +149,10 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
     sections, commands, records = [summary], PageSection("Commands"), []
     commands.add("code", experiment.command)
     for size in experiment.sizes:
-        states = [(run, run.outcome.state) for run in procedure.final_runs(size) if run.has_begun]
         runs = [
-            DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states
+            DrawnRun(run.arm, run.seed, run.outcome.state, run.outcome.record, f"{run.label} ({run.outcome.state})")
+            for run in procedure.final_runs(size)
+            if run.has_begun
         ]
         sections += _size_sections(procedure, size, runs)
         records.append([run.record for run in runs])

@@ -46,7 +46,7 @@ class Run:
     source: "Run | None" = None  # the run whose weights this run starts from, if any
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
     is_trained: bool = True  # False: the swapped weights are measured without further training
-    evaluate: tuple[str, ...] = ()  # `KEY=VALUE` arguments of the evaluation after training
+    evaluate: Sequence[str] = ()  # `KEY=VALUE` arguments of the evaluation after training
 
     @property
     def packages(self) -> set[str]:
@@ -128,7 +128,7 @@ class Procedure:
             outcome = self._read(config.run_folder, last_step, metric, *evaluations)
             if outcome.has_ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
-        overrides = tuple(experiment.evaluate_overrides)
+        overrides = experiment.evaluate_overrides
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.is_trained, overrides)
 
     def choice(self, size: str) -> RateChoice:
@@ -212,7 +212,9 @@ class Procedure:
         set aside for that. The `candidates` are the rates at which the arm is trained with all of the experiment's
         seeds. None while runs of arms with several candidates have not ended."""
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
-        for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
+        for name, arm_rates in candidates.items():
+            if len(arm_rates) == 1:
+                continue
             runs = self._runs_at(size, self._arms[name], "final", arm_rates, {})
             if not all(run.outcome.has_ended for run in chain(*runs.values())):
                 return None
@@ -251,9 +253,8 @@ class Procedure:
     def notes(self) -> list[str]:
         """Return sentences on what limits the verdicts: changes since the plan; arms whose runs, rates or tokens
         differ."""
-        experiment, notes = self.experiment, list[str]()
-        notes += self.plan_notes
-        notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
+        experiment = self.experiment
+        notes = [*self.plan_notes, *run_differences((run.arm, run.outcome) for run in self.known_runs())]
         for size in experiment.sizes:
             choice, prefix = self.choice(size), f"{size}: " if size else ""
             for arm, arm_rates in choice.crossed_rates.items():

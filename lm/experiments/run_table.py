@@ -40,16 +40,16 @@ _VALUE_LIMITS = 1e-30, 1e30  # of weights and values: squares and products of su
 
 def judge_table(
     table: str | os.PathLike | pd.DataFrame,
-    metric: str = "",
-    better: Direction | None = None,
-    matters: float = 0.01,
-    baseline: str | None = None,
-    condition: str = "",
-    split_columns: Sequence[str] = (),
-    arm: str = "arm",
-    seed: str = "seed",
-    target: float | None = None,
-    unpaired: bool = False,
+    metric: str,
+    better: Direction | None,
+    matters: float,
+    baseline: str | None,
+    condition: str,
+    split_columns: Sequence[str],
+    arm: str,
+    seed: str,
+    target: float | None,
+    unpaired: bool,
 ) -> Judgement:
     """Judge the arms of a table of runs. Arguments and errors are as for `lm.judge`, which calls `condition` `where`,
     and `split_columns` `by`."""
@@ -62,8 +62,9 @@ def judge_table(
         problems.append(Problem("target", target, "stands in place of a baseline", "leave baseline and unpaired out"))
     if problems:
         raise ConfigError(problems)
-    source = "the table" if isinstance(table, pd.DataFrame) else str(table)
-    table = table if isinstance(table, pd.DataFrame) else read_table(table, arm)
+    source = "the table"
+    if not isinstance(table, pd.DataFrame):
+        source, table = str(table), read_table(table, arm)
     is_paired = not unpaired and target is None
     frame, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
     known = dict.fromkeys(frame["arm"])
@@ -331,17 +332,17 @@ def _rows_to_judge(
         raise RunError(f"{source}: has no column {', '.join(missing_names)}; there is {columns}{remedy}")
     if not table.columns.is_unique:
         raise RunError(f"{source}: two columns are named {table.columns[table.columns.duplicated()][0]}")
-    try:
-        mask = table.eval(condition) if condition else None
-    except Exception as error:  # of pandas, Python's parser or numexpr: the condition is wrong
-        raise RunError(
-            f"{source}: {condition}: {one_line(error)}; columns: {', '.join(map(str, table.columns))}"
-        ) from None
-    if condition and not (isinstance(mask, pd.Series) and pd.api.types.is_bool_dtype(mask)):
-        raise RunError(
-            f"{source}: {condition}: doesn't say of each line whether it is judged; write a comparison, e.g. seed < 3"
-        )
-    rows = table[mask] if condition else table
+    rows = table
+    if condition:
+        try:
+            mask = table.eval(condition)
+        except Exception as error:  # of pandas, Python's parser or numexpr: the condition is wrong
+            reason = f"{one_line(error)}; columns: {', '.join(map(str, table.columns))}"
+            raise RunError(f"{source}: {condition}: {reason}") from None
+        if not (isinstance(mask, pd.Series) and pd.api.types.is_bool_dtype(mask)):
+            reason = "doesn't say of each line whether it is judged; write a comparison, e.g. seed < 3"
+            raise RunError(f"{source}: {condition}: {reason}")
+        rows = table[mask]
     if rows.empty:
         raise RunError(f"{source}: no line" + (f" with {condition}" if condition else ""))
     if "metric" not in rows:

@@ -17,7 +17,6 @@ from prose import code_blocks
 import lm
 from lm.errors import ConfigError, RunError
 from lm.experiments.judging import MAX_PRINTED
-from lm.experiments.run_table import judge_table
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import recompute
@@ -281,7 +280,7 @@ def test_judging_takes_time_in_proportion_to_the_table(arms, seeds):
     table = pd.DataFrame({"arm": np.repeat(range(arms), seeds), "seed": np.tile(range(seeds), arms)})
     table["value"] = np.random.default_rng(1).normal(size=len(table))
     start = time.process_time()
-    judge_table(table).entries()
+    lm.judge(table)
     assert time.process_time() - start < 6
 
 
