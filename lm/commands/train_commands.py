@@ -1,4 +1,4 @@
-"""Defines the commands before and during training: configurations, normalizers, token stores and runs."""
+"""Defines the commands that are used before and during training: configurations, normalizers, token stores and runs."""
 
 import json
 from pathlib import Path

@@ -54,14 +54,15 @@ class Llama3Scaling(TrainedScaling):
 
     name: ClassVar[str] = "llama3"
     factor: float = key(8.0, "divides low frequencies", gt=0, le=1e6)
-    # pairs with at most `slow` periods in the original context are divided by factor, with at least `fast` unchanged
-    slow: ClassVar[float] = 1.0
-    fast: ClassVar[float] = 4.0
+    # pairs with at most `slow_periods` periods in the original context are divided by factor, those with at least
+    # `fast_periods` stay
+    slow_periods: ClassVar[float] = 1.0
+    fast_periods: ClassVar[float] = 4.0
     original: int = key(8192, "context length before the frequencies were rescaled, tokens", ge=1, le=10**9)
 
     def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
         periods = self.original * frequencies / (2 * math.pi)
-        return divide_low_frequencies(frequencies, periods, self.slow, self.fast, self.factor)
+        return divide_low_frequencies(frequencies, periods, self.slow_periods, self.fast_periods, self.factor)
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,15 @@ class TrainedYarn(Llama3Scaling):
 
     name: ClassVar[str] = "yarn"
     factor: float = key(4.0, "divides low frequencies", gt=0, le=1e6)
-    fast: ClassVar[float] = 32.0
+    fast_periods: ClassVar[float] = 32.0
     attention_factor: float | None = key(None, "factor on cos and sin; null: 0.1 ln(factor) + 1", gt=0, le=1e6)
     whole_pairs: bool = key(True, "round the indices of the transition's first and last pair outwards")
 
     def rescaled_frequencies(self, frequencies: Tensor, theta: float, head_size: int) -> Tensor:
-        # The indices of the pairs with `fast` and `slow` periods, as real numbers.
+        # The indices of the pairs with `fast_periods` and `slow_periods` periods, as real numbers.
         ends = [
             head_size * math.log(self.original / (periods * 2 * math.pi)) / (2 * math.log(theta))
-            for periods in (self.fast, self.slow)
+            for periods in (self.fast_periods, self.slow_periods)
         ]
         if self.whole_pairs:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
@@ -99,17 +100,19 @@ class TrainedYarn(Llama3Scaling):
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
 
-def divide_low_frequencies(frequencies: Tensor, periods: Tensor, slow: float, fast: float, factor: float) -> Tensor:
+def divide_low_frequencies(
+    frequencies: Tensor, periods: Tensor, slow_periods: float, fast_periods: float, factor: float
+) -> Tensor:
     """Return RoPE's frequencies, (pairs,), with low ones divided by `factor` and high ones unchanged.
 
-    A low frequency has at most `slow` periods in the context length, a high one at least `fast`. Between them the
-    multiplier is linear in the number of periods.
+    A low frequency has at most `slow_periods` periods in the context length, a high one at least `fast_periods`.
+    Between them the multiplier is linear in the number of periods.
 
     Args:
         frequencies: (pairs,), radians per token of each pair of dimensions.
         periods: (pairs,), the number of periods of each pair, not rounded, in the context length before scaling.
     """
-    kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
+    kept_fraction = ((periods - slow_periods) / (fast_periods - slow_periods)).clamp(0, 1)
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
 
 
@@ -425,11 +428,6 @@ class ModelConfig:
     def has_mlp_bias(self) -> bool:
         """Return whether the MLP has biases."""
         return self.bias if self.mlp_bias is None else self.mlp_bias
-
-    @property
-    def scales_with_q(self) -> bool:
-        """Return whether queries times a factor give attention logits times the same factor, in all layers."""
-        return all(layer.scales_with_q for layer in self.normalizer.layer_options())
 
     @property
     def mlp_width(self) -> int:

@@ -94,8 +94,8 @@ def removed_name_advice(name: Plain) -> str:
 
 
 def removed_hashed_defaults(plain_data: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
-    """Yield the path and default of each key that blocks of a configuration (plain data) had in version 0.11.0 and have
-    no more.
+    """Yield (path, default) of each key that version 0.11.0 had in the blocks of this configuration (plain data), and
+    that was removed since.
 
     The hash of a configuration, which is part of the name of an experiment's run, counts these keys. So runs keep their
     names.

@@ -63,8 +63,9 @@ def variant(
     """Make a field for a block whose `name` selects a dataclass in `block_classes`. A configuration that gives a name
     alone takes all defaults.
 
-    The default is a name; None, then the field may be null; a list, then the field is a list of such blocks; or a dict,
-    then it maps names that the user chooses to such blocks.
+    `default` is the name of the dataclass whose defaults the field has. If it is None, the field may be null. If it is
+    a list, the field holds a list of such blocks. If it is a dict, the field maps names that the user chooses to such
+    blocks.
 
     Args:
         effect, omit_default: as in `key`.
@@ -229,8 +230,8 @@ def limits_text(limits: Mapping[str, float]) -> str:
 
 
 def _select_block(blocks: BlockClasses, default: str | None, value: Plain, path: str, problems: list[Problem]):
-    """Return the block made from plain data, a name or keys. If no dataclass has the name, append a problem and return
-    MISSING.
+    """Return the block that `value`, a name or keys, describes. If no dataclass has the name, append a problem and
+    return MISSING.
     """
     if "" in blocks:
         return build_block(blocks[""], value, path, problems)

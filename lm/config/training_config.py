@@ -84,11 +84,11 @@ class Muon(AdamW):
     name: ClassVar[str] = "muon"
     momentum: float = key(0.95, "decay of the gradients' running mean, which is orthogonalised", ge=0, lt=1)
 
-    def relative_rate(self, outputs: int, inputs: int) -> float:
-        """Return the learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of the group's
-        learning rate. Muon's updates then have about the size of AdamW's updates (arXiv 2502.16982).
+    def relative_rate(self, n_outputs: int, n_inputs: int) -> float:
+        """Return the learning rate of a projection from `n_inputs` to `n_outputs` dimensions, as a multiple of the
+        group's learning rate. Muon's updates then have about the size of AdamW's updates (arXiv 2502.16982).
         """
-        return 0.2 * math.sqrt(max(outputs, inputs))
+        return 0.2 * math.sqrt(max(n_outputs, n_inputs))
 
 
 OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each of these has a builder in lm.training.optimizers

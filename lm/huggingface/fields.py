@@ -148,14 +148,19 @@ ROPE_TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
     "linear": (LinearScaling, {"factor": "factor"}),
     "llama3": (
         Llama3Scaling,
-        {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL_LENGTH_FIELD: "original"},
+        {
+            "factor": "factor",
+            "low_freq_factor": "slow_periods",
+            "high_freq_factor": "fast_periods",
+            ORIGINAL_LENGTH_FIELD: "original",
+        },
     ),
     "yarn": (
         TrainedYarn,
         {
             "factor": "factor",
-            "beta_slow": "slow",
-            "beta_fast": "fast",
+            "beta_slow": "slow_periods",
+            "beta_fast": "fast_periods",
             ORIGINAL_LENGTH_FIELD: "original",
             "attention_factor": "attention_factor",
             "truncate": "whole_pairs",
@@ -201,7 +206,7 @@ def read_rope(
         )
     schema, option_names = ROPE_TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
-    defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH_FIELD: n_positions}
+    defaults = ROPE_DEFAULTS | {ORIGINAL_LENGTH_FIELD: n_positions}
     if kind == TrainedYarn.name:
         defaults["factor"] = n_positions / rope_fields.positive_integer(ORIGINAL_LENGTH_FIELD, n_positions)
         rope_fields.read_value("finetuned", bool, False)  # true if the weights were trained further with this scaling

@@ -173,7 +173,7 @@ class DecodingCache:
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of a layer's normalizer, and the layer's own input that they are computed from."""
+    """Holds the inputs of a layer's normalizer, and the layer's own input, from which they are computed."""
 
     x: Tensor  # (B, T, C)
     q: Tensor  # (B, H, T, D), longer by features that the normalizer appends

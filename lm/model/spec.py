@@ -1,5 +1,5 @@
-"""A model's spec describes it without its weights. This module also checks normalizers from outside lm, and counts a
-model's parameters, FLOPs per token and training steps.
+"""A model's spec describes the model without its weights. This module also checks normalizers from outside lm, and
+counts a model's parameters, FLOPs per token and training steps.
 """
 
 import math
