@@ -18,7 +18,7 @@ from lm.plain import Plain
 from lm.report.html import PAGE_FILE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
 from lm.runs.evaluations import UNIGRAM_LEVEL_NAME, Evaluation, evaluation_path, join_rows, measuring_code_digest
-from lm.runs.folder import CHECKPOINTS, METRICS, checkpoint_path
+from lm.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE, checkpoint_path
 from lm.runs.manifest import write_files
 
 N_DOCUMENTS = 24
@@ -105,7 +105,7 @@ def save_empty_checkpoint(folder: Path, step: int, config: str = "") -> None:
         "data_fingerprint": FINGERPRINT,
         "config": config,
     }
-    path = checkpoint_path(folder / CHECKPOINTS, step)
+    path = checkpoint_path(folder / CHECKPOINTS_FOLDER, step)
     save_checkpoint({"lm": {**facts, "plugins": {}}, "state_dict": {}}, path)
 
 
@@ -113,7 +113,7 @@ def write_training_losses(run: Run, *losses: float) -> None:
     """Write a run's metrics.jsonl with the given training losses, one step each."""
     lines = [json.dumps({"step": step, "tokens": step, "train/loss": loss}) for step, loss in enumerate(losses, 1)]
     run.config.run_folder.mkdir(parents=True, exist_ok=True)
-    (run.config.run_folder / METRICS).write_text("".join(f"{line}\n" for line in lines))
+    (run.config.run_folder / METRICS_FILE).write_text("".join(f"{line}\n" for line in lines))
     if run.outcome.checkpoint.exists():
         save_empty_checkpoint(run.config.run_folder, run.outcome.last_step)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lm.files import file_sha256, json_bytes
-from lm.runs.folder import METRICS
-from lm.runs.manifest import MANIFEST, add_entries, manifest_entry, write_files
+from lm.runs.folder import METRICS_FILE
+from lm.runs.manifest import MANIFEST_FILE, add_entries, manifest_entry, write_files
 
 
 def record_files(folder: Path, *names: str) -> None:
     """Add lines for the named files, by default all, to the manifest of a run folder or model folder."""
     found = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = names or tuple(name for name in found if name not in (MANIFEST, METRICS))
+    names = names or tuple(name for name in found if name not in (MANIFEST_FILE, METRICS_FILE))
     steps = {name: int("".join(re.findall(r"step-(\d+)", name)) or 0) for name in names}
     add_entries(folder, *(manifest_entry(name, file_sha256(folder / name), step) for name, step in steps.items()))
 

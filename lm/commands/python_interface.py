@@ -32,7 +32,7 @@ from lm.machine import start_child
 from lm.report.frame import evaluation_block, frame, results, run_columns
 from lm.report.html import PAGE_FILE
 from lm.report.tables import csv_text
-from lm.runs.folder import CONFIG
+from lm.runs.folder import CONFIG_FILE
 from lm.runs.record import read_run
 
 
@@ -192,7 +192,7 @@ def _descriptive_columns(folder: Path) -> dict[str, object]:
     """Return {column: value} of the columns of `lm.results` that describe a run, for this folder. A model folder has
     only `run` and `folder`.
     """
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG_FILE).is_file():
         return run_columns(read_run(folder))
     return {"run": folder.resolve().name, "folder": str(folder)}
 

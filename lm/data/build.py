@@ -27,10 +27,10 @@ import numpy as np
 from lm.config.data_config import END_OF_TEXT, DataConfig, FileSource, Task, TokenSource, TrainedTokenizer
 from lm.data.sources import source_labels, source_reader, streamed_documents
 from lm.data.store import (
-    MANIFEST,
+    MANIFEST_FILE,
     SPLITS,
     STORE_NAME_IN_ERRORS,
-    TOKENIZER,
+    TOKENIZER_FILE,
     SourceCounts,
     finish_store,
     shard_path,
@@ -142,7 +142,7 @@ def build_store(data: DataConfig, store_identity: dict[str, Plain], store_folder
             if path.name not in facts["files"]:
                 path.unlink()
         manifest = store_identity | facts
-        write_store_file(store / MANIFEST, json_bytes({**manifest, "sha256": json_sha256(manifest)}))
+        write_store_file(store / MANIFEST_FILE, json_bytes({**manifest, "sha256": json_sha256(manifest)}))
         os.rename(store, store_folder)
         sync_folder(store_folder.parent)
     except Exception:
@@ -161,14 +161,14 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
     arrays = (scan.hashes, scan.n_bytes, scan.sources, scan.assignment)
     store = folder / blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
     store.mkdir(exist_ok=True)
-    if not (store / TOKENIZER).exists():
+    if not (store / TOKENIZER_FILE).exists():
         if isinstance(data.tokenizer, TrainedTokenizer):
             with progress.byte_bar("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as bar:
                 tokenizer = train_tokenizer(_training_texts(data, folder, scan, bar.update), data.tokenizer)
         else:
             tokenizer = tokenizer_from_options(data.tokenizer)
-        write_store_file(store / TOKENIZER, tokenizer.to_str(pretty=True).encode())
-    tokenizer = load_tokenizer(store / TOKENIZER, data.tokenizer.end_of_text)
+        write_store_file(store / TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
+    tokenizer = load_tokenizer(store / TOKENIZER_FILE, data.tokenizer.end_of_text)
     _write_shards(data, store, scan, tokenizer, progress)
     sources = {}
     for name, assignment in zip(SPLITS, (TRAIN, VAL), strict=True):
@@ -265,7 +265,7 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str,
     n_symbols, counts = vocab_size(tokenizer), {}
     store = folder / "symbols"
     store.mkdir(exist_ok=True)
-    write_store_file(store / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+    write_store_file(store / TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
     for name, subset in zip(SPLITS, SUBSETS, strict=True):
         sequences = [
             [n_symbols - 1, *make_example(task, STORE_SEED, index, length, subset).tokens]

@@ -10,7 +10,7 @@ from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.data import tokenizer
 from lm.data.build import build_store
 from lm.data.sources import source_identity, source_labels
-from lm.data.store import MANIFEST, STORE_FORMAT, Store, data_fingerprint
+from lm.data.store import MANIFEST_FILE, STORE_FORMAT, Store, data_fingerprint
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
 from lm.files import file_lock, json_sha256, read_json
 from lm.plain import Plain, to_plain
@@ -93,7 +93,7 @@ def find_store(data: DataConfig, store_fingerprint: str) -> Store | None:
     """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist. Return None
     if there is none.
     """
-    for path in sorted(data.token_stores_folder.glob(f"*/{MANIFEST}")):
+    for path in sorted(data.token_stores_folder.glob(f"*/{MANIFEST_FILE}")):
         with suppress(RunError, KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
             manifest = read_json(path)
             if manifest["format"] == STORE_FORMAT and data_fingerprint(manifest["files"]) == store_fingerprint:

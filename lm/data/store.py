@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 STORE_FORMAT = 5
-MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
+MANIFEST_FILE, TOKENIZER_FILE, TOKEN_BYTES_FILE = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
 
 
@@ -136,9 +136,9 @@ class Store:
         Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
         path = Path(path)
-        manifest_path, hashes = path / MANIFEST, FileHashes(path.parent)
+        manifest_path, hashes = path / MANIFEST_FILE, FileHashes(path.parent)
         if not manifest_path.exists() and not any(path.glob("train*.bin")):
-            raise DataError(f"{path}: not a token store (it has no {MANIFEST})")
+            raise DataError(f"{path}: not a token store (it has no {MANIFEST_FILE})")
         try:
             content = read_json(manifest_path)
             if content.get("format") != STORE_FORMAT:
@@ -153,7 +153,7 @@ class Store:
                     if digest != files[name]["sha256"]:
                         raise DataError(f"{path / name}: was altered (its sha256 differs)")
             splits = [_open_split(path, name, manifest) for name in SPLITS]
-            byte_counts, end_of_text_id = np.load(path / TOKEN_BYTES), manifest["end_of_text"]["id"]
+            byte_counts, end_of_text_id = np.load(path / TOKEN_BYTES_FILE), manifest["end_of_text"]["id"]
             return cls(
                 path, data_fingerprint(files), manifest["vocab_size"], end_of_text_id, byte_counts, manifest, *splits
             )
@@ -167,7 +167,7 @@ class Store:
 
     def tokenizer(self) -> "Tokenizer":
         """Load the store's tokenizer."""
-        return load_tokenizer(self.path / TOKENIZER, self.manifest["end_of_text"]["token"])
+        return load_tokenizer(self.path / TOKENIZER_FILE, self.manifest["end_of_text"]["token"])
 
 
 def data_fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
@@ -178,7 +178,7 @@ def data_fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
     their fingerprint.
     """
     names = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
-    lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER)]
+    lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER_FILE)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -268,8 +268,8 @@ def finish_store(
         origin = "corpus mean"
         bytes_per_token = np.full(size, n_bytes / max(1, total_counts.sum() - total_counts[end_id]), np.float32)
         bytes_per_token[end_id] = 0
-    write_store_file(folder / TOKEN_BYTES, npy_bytes(bytes_per_token))
-    paths = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".npy") or path.name == TOKENIZER)
+    write_store_file(folder / TOKEN_BYTES_FILE, npy_bytes(bytes_per_token))
+    paths = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".npy") or path.name == TOKENIZER_FILE)
     return {
         "vocab_size": size,
         "end_of_text": {"token": end_of_text, "id": end_id},

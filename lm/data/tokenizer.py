@@ -248,7 +248,7 @@ def count_token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
 # ---------------------------------------------------------------- tokenizers of pretrained models
 
 
-TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 def download_files(name: str, revision: str | None, patterns: list[str], error_suffix: str = "") -> Path:

@@ -25,7 +25,7 @@ from lm.model.device import Device, resolve_device, resolve_precision
 from lm.plain import Plain, to_plain
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.folder import CONFIG, TOKENIZER, read_config, require_run
+from lm.runs.folder import CONFIG_FILE, TOKENIZER_FILE, read_config, require_run
 from lm.runs.loading import LoadedModel, load
 
 TRANSFORMERS_PREFIX = "hf:"  # before the folder of a model that runs in transformers
@@ -106,7 +106,7 @@ def measurement_config(model: LoadedModel, config_files: Sequence[Path]) -> Conf
 
     Raises RunError: a run is to be measured on another text, or a model has neither a run nor a text.
     """
-    is_run = (model.folder / CONFIG).is_file()
+    is_run = (model.folder / CONFIG_FILE).is_file()
     if config_files and is_run:
         reason = f"it is measured on its own held-out text, not on that of {config_files[0]}; leave that out"
         raise RunError(f"{model.folder}: of a run: {reason}")
@@ -205,7 +205,7 @@ def config_with_text(model: LoadedModel, config_files: Sequence[Path]) -> Config
         reason = f"its sequences are symbols, which {model.path} does not know"
         raise ConfigError([Problem("data.tasks", str(config_files[-1]), reason, "name a configuration of text")])
     tokenizer = TokenizerFile(
-        path=str(model.folder / TOKENIZER), end_of_text=spec.end_of_text, end_tokens=spec.end_tokens
+        path=str(model.folder / TOKENIZER_FILE), end_of_text=spec.end_of_text, end_tokens=spec.end_tokens
     )
     data = replace(base.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
     trainer = TrainerConfig(

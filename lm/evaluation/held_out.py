@@ -17,7 +17,7 @@ from lm.config.tree import Config
 from lm.data.batches import long_window_starts, validation_starts
 from lm.data.prepare import prepare
 from lm.data.sources import source_labels as source_labels
-from lm.data.store import TOKENIZER, Store
+from lm.data.store import TOKENIZER_FILE, Store
 from lm.data.tasks import STORE_SEED, NoRoom, make_example
 from lm.errors import ConfigError, DataError, Problem
 from lm.evaluation.measurement import HeldOutSequences, Measurement, metric_rows
@@ -310,7 +310,7 @@ class OtherTexts(Measurement):
         """
         super().__init__(config, store)
         data, end = config.data, store.manifest["end_of_text"]["token"]
-        tokenizer = TokenizerFile(path=str(store.path / TOKENIZER), end_of_text=end)
+        tokenizer = TokenizerFile(path=str(store.path / TOKENIZER_FILE), end_of_text=end)
         base = DataConfig(
             tokenizer=tokenizer, val_fraction=1.0, on_error=data.on_error, root=data.root, deduplicate=False
         )

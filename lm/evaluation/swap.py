@@ -26,7 +26,14 @@ from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
 from lm.runs.evaluations import Evaluation
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, checkpoint_path, command_line
+from lm.runs.folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    TOKENIZER_FILE,
+    checkpoint_path,
+    command_line,
+)
 from lm.runs.loading import LoadedModel, load
 from lm.runs.manifest import write_files
 from lm.runs.record import arm_hash
@@ -186,8 +193,10 @@ def _write_run(
     """Write a run folder with one checkpoint of weights, from which no run can be resumed."""
     metadata = {**model.metadata, "format": CHECKPOINT_FORMAT, "config": to_yaml(config), "phase": 0, "best": None}
     metadata["plugins"] = PLUGINS.versions(config.normalizer_names)
-    path = checkpoint_path(folder / CHECKPOINTS, model.metadata["step"])
+    path = checkpoint_path(folder / CHECKPOINTS_FOLDER, model.metadata["step"])
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": metadata}, path)
     environment = {**environment, "symbolic": config.data.symbolic, "parameters": count_parameters(decoder)}
-    files = {CONFIG: to_yaml(config).encode(), ENVIRONMENT: json_bytes(environment)}
-    write_files(folder, files | ({TOKENIZER: (model.folder / TOKENIZER).read_bytes()} if model.tokenizer else {}))
+    files = {CONFIG_FILE: to_yaml(config).encode(), ENVIRONMENT_FILE: json_bytes(environment)}
+    write_files(
+        folder, files | ({TOKENIZER_FILE: (model.folder / TOKENIZER_FILE).read_bytes()} if model.tokenizer else {})
+    )

@@ -39,7 +39,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.model.spec import count_parameters, flops_per_token
 from lm.plain import Plain
-from lm.runs.folder import CONFIG, EVALUATIONS, METRICS, RESOLVED_FILE, read_environment
+from lm.runs.folder import CONFIG_FILE, EVALUATIONS_FOLDER, METRICS_FILE, RESOLVED_FILE, read_environment
 from lm.runs.manifest import read_file, write_files
 from lm.runs.record import run_starts
 from lm.statistics.sampling_units import model_selection_mask
@@ -168,7 +168,7 @@ def open_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
 
     Raises RunError: the experiment's folder is a run folder, or RESOLVED_FILE is damaged.
     """
-    if (experiment.folder / CONFIG).exists():
+    if (experiment.folder / CONFIG_FILE).exists():
         raise RunError(f"{experiment.folder}: a run folder; {_OTHER_NAME}")
     recorded = _first_start_record(experiment)
     procedure = Procedure(experiment.with_open_settings(recorded or _machine_settings(experiment, jobs)))
@@ -247,9 +247,10 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 def is_measured(experiment: Experiment) -> bool:
     """Return whether the experiment's folder has an evaluation of a final run (a run that is judged), of any
     configuration."""
-    configs = chain(*(experiment.folder.glob(pattern) for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}")))
+    configs = chain(*(experiment.folder.glob(pattern) for pattern in (f"*/{CONFIG_FILE}", f"*/*/{CONFIG_FILE}")))
     return any(
-        any((path.parent / EVALUATIONS).glob("*.csv")) and b"stage: final" in path.read_bytes() for path in configs
+        any((path.parent / EVALUATIONS_FOLDER).glob("*.csv")) and b"stage: final" in path.read_bytes()
+        for path in configs
     )
 
 
@@ -385,7 +386,7 @@ def training_seconds(run: Run) -> float:
     folder = run.config.run_folder
     with suppress(RunError, KeyError, ValueError, OSError):
         (start,) = run_starts(read_environment(folder)) if run.outcome.state == "finished" else ()
-        return (folder / METRICS).stat().st_mtime - datetime.fromisoformat(start["time"]).timestamp()
+        return (folder / METRICS_FILE).stat().st_mtime - datetime.fromisoformat(start["time"]).timestamp()
     return 0.0
 
 

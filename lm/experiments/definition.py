@@ -31,7 +31,7 @@ from lm.model.spec import count_steps
 from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.evaluations import Metric
-from lm.runs.folder import CHECKPOINTS, SWAPPED_FOLDER, checkpoint_path
+from lm.runs.folder import CHECKPOINTS_FOLDER, SWAPPED_FOLDER, checkpoint_path
 
 _UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 _SEEDS_REMEDY = "the runs that choose a rate must not judge it"
@@ -227,7 +227,7 @@ class Experiment:
                 folder / SWAPPED_FOLDER / f"{stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
             )
         elif source and arm.branch_step is not None:
-            start["branch_from"] = str(checkpoint_path(source.run_folder / CHECKPOINTS, arm.branch_step))
+            start["branch_from"] = str(checkpoint_path(source.run_folder / CHECKPOINTS_FOLDER, arm.branch_step))
             start["init_from"] = source.init_from
         elif source:
             start["init_from"] = str(source.run_folder)

@@ -39,7 +39,7 @@ from lm.machine import STOP_SIGNALS, process_start_time, signals_blocked, start_
 from lm.model.device import count_gpus, visible_gpu_names
 from lm.plain import Plain
 from lm.report.tables import number_text
-from lm.runs.folder import ALREADY_TRAINING, CONFIG
+from lm.runs.folder import ALREADY_TRAINING, CONFIG_FILE
 from lm.statistics.sampling_units import NoDocuments
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class TrainingJob:
         from submitit import JobEnvironment
 
         self._children, rank = ChildProcesses(), JobEnvironment().global_rank
-        swapped_config = Path(self.run.config.init_from, CONFIG)
+        swapped_config = Path(self.run.config.init_from, CONFIG_FILE)
         while rank and self.run.swap and not swapped_config.exists():
             time.sleep(POLL_SECONDS)
         return self._children.train(self.run, None, rank)

@@ -48,7 +48,7 @@ from lm.report.tables import (
     signed_text,
     with_unit,
 )
-from lm.runs.folder import ENVIRONMENT
+from lm.runs.folder import ENVIRONMENT_FILE
 from lm.statistics.intervals import Interval, trend_per_doubling
 from lm.training.wandb_runs import send_report
 
@@ -117,7 +117,7 @@ def send_experiment(procedure: Procedure, entries: list[dict[str, Plain]]) -> No
             "stage": run.stage,
             "run": run.label,
             "state": run.outcome.state,
-            "wandb_id": read_json(run.config.run_folder / ENVIRONMENT).get("wandb_id"),
+            "wandb_id": read_json(run.config.run_folder / ENVIRONMENT_FILE).get("wandb_id"),
         }
         for run in procedure.known_runs()
         if run.has_begun

@@ -24,7 +24,7 @@ from lm.files import read_json, write_text
 from lm.machine import STOP_SIGNALS
 from lm.plain import to_plain
 from lm.plugins import top_level_package
-from lm.runs.folder import CONFIG, ENVIRONMENT
+from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE
 from lm.statistics.sampling_units import units_of_split
 
 FAILURE_SUFFIX = "failed.json"  # suffix of the file beside a run's log that says why the run failed
@@ -59,7 +59,7 @@ class Run:
     @property
     def has_begun(self) -> bool:
         """Return whether the run has begun, that is, whether its folder has the files that a report reads."""
-        return all((self.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))
+        return all((self.config.run_folder / name).is_file() for name in (CONFIG_FILE, ENVIRONMENT_FILE))
 
     def log_file(self, suffix: str = "log") -> Path:
         """Return the run's file with `suffix` in the experiment's folder of logs; `log` is the suffix of the run's
@@ -475,7 +475,7 @@ def remaining_commands(run: Run) -> list[list[str]]:
     config, folder, outcome, arguments = run.config, run.config.run_folder, run.outcome, []
     plugins = [f"--allow-plugin={package}" for package in sorted(run.packages)]
     swapped_folder = Path(config.init_from) if run.is_trained else folder
-    if run.swap and not (swapped_folder / CONFIG).exists():
+    if run.swap and not (swapped_folder / CONFIG_FILE).exists():
         # `name` and `init` are options of the command; without the labels lm.results has the source's arm
         labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
         blocks = {"model.normalizer": to_plain(config.model.normalizer), "experiment": labels}

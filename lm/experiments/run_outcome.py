@@ -14,11 +14,11 @@ from lm.errors import ConfigError, RunError
 from lm.plain import Plain
 from lm.runs.evaluations import Evaluation, Metric, chance_level, evaluation_files, load_evaluation
 from lm.runs.folder import (
-    CHECKPOINTS,
-    CONFIG,
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
     DIVERGED_KEY,
-    ENVIRONMENT,
-    METRICS,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
     check_log,
     checkpoint_path,
     read_environment,
@@ -79,7 +79,7 @@ class Outcome:
         """Return the tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the
         weights that it started from."""
         tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
-        if (self.folder / ENVIRONMENT).is_file():
+        if (self.folder / ENVIRONMENT_FILE).is_file():
             tokens += tokens_before_run(read_environment(self.folder))
         return tokens
 
@@ -93,8 +93,8 @@ class Outcome:
         """
         if not self.folder.is_dir():
             return "unfinished"
-        path, planned = self.folder / CONFIG, self.folder.name
-        name = parse_yaml(read_file(self.folder, CONFIG), CONFIG)["name"] if path.is_file() else planned
+        path, planned = self.folder / CONFIG_FILE, self.folder.name
+        name = parse_yaml(read_file(self.folder, CONFIG_FILE), CONFIG_FILE)["name"] if path.is_file() else planned
         if name != planned:
             remedy = "bring back the folder of that run, or delete this one and it is trained again"
             raise RunError(f"{path}: is of another run than {planned}: its name is {name}; {remedy}")
@@ -110,7 +110,7 @@ class Outcome:
         not write, exists."""
         if any(DIVERGED_KEY in line for line in self.log_lines) and self.checkpoint.exists():
             raise RunError(
-                f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
+                f"{self.folder / METRICS_FILE}: says that the run diverged, but {self.checkpoint} exists: bring it back"
             )
         return divergence_reason(self.log_lines, self._validation)
 
@@ -141,7 +141,7 @@ class Outcome:
     @property
     def checkpoint(self) -> Path:
         """Return the path of the last step's checkpoint."""
-        return checkpoint_path(self.folder / CHECKPOINTS, self.last_step)
+        return checkpoint_path(self.folder / CHECKPOINTS_FOLDER, self.last_step)
 
     @cached_property
     def is_trained(self) -> bool:
@@ -149,7 +149,7 @@ class Outcome:
         measured at this step. Raises RunError: the checkpoint was altered, or is of another run."""
         if not self.checkpoint.exists() or not self.measurement(SELECTION_METRIC):
             return False
-        check_file(self.folder, f"{CHECKPOINTS}/{self.checkpoint.name}")
+        check_file(self.folder, f"{CHECKPOINTS_FOLDER}/{self.checkpoint.name}")
         return True
 
     @cached_property
@@ -233,7 +233,7 @@ class Outcome:
             tolerance = 0.02 if rows["about"].iloc[0].unit == "fraction" else 1e-3 * max(1.0, abs(value))
             if abs(mean - value) > tolerance:
                 raise RunError(
-                    f"{path}: {name} is {mean:.4f}, {METRICS} says {value:.4f}: delete the file, and lm eval "
+                    f"{path}: {name} is {mean:.4f}, {METRICS_FILE} says {value:.4f}: delete the file, and lm eval "
                     f"{self.folder} measures again"
                 )
 
@@ -289,7 +289,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     dirty_count = 0
     for arm, run in finished_runs:
-        if (run.folder / ENVIRONMENT).is_file():
+        if (run.folder / ENVIRONMENT_FILE).is_file():
             environment = read_environment(run.folder)
             values = {name: recorded_setting(environment, key) for name, key in _RUN_FACTS.items()}
             versions = [name for name in environment.get("versions", {}) if ":" in name]

@@ -15,7 +15,7 @@ from torch import Tensor
 from lm.config.eval_config import NO_SCALING
 from lm.config.load import to_yaml
 from lm.config.tree import model_function_options
-from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
+from lm.data.tokenizer import TOKENIZER_CONFIG_FILE, parse_tokenizer
 from lm.errors import RunError
 from lm.files import new_folder, write_together
 from lm.huggingface.architectures import ARCHITECTURES, HEAD_TENSOR, Architecture
@@ -25,7 +25,7 @@ from lm.huggingface.importing import CONFIG_FILE, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import frequencies
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
-from lm.runs.folder import TOKENIZER
+from lm.runs.folder import TOKENIZER_FILE
 from lm.runs.loading import LoadedModel, load
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
             normalizers = loaded_model.decoder.normalizers()
             files |= code_files({normalizer.options.name: type(normalizer) for normalizer in normalizers})
         if loaded_model.tokenizer is not None:
-            tokenizer_text = (loaded_model.folder / TOKENIZER).read_text(encoding="utf-8")
-            files[TOKENIZER] = add_start_token(tokenizer_text, loaded_model.spec.end_of_text)
-            files[TOKENIZER_CONFIG] = _json_text(_tokenizer_config(loaded_model.spec))
+            tokenizer_text = (loaded_model.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+            files[TOKENIZER_FILE] = add_start_token(tokenizer_text, loaded_model.spec.end_of_text)
+            files[TOKENIZER_CONFIG_FILE] = _json_text(_tokenizer_config(loaded_model.spec))
         # copies: safetensors refuses views, and what layers share
         weights = {name: value.float().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
         contents = {name: content.encode() for name, content in files.items()}

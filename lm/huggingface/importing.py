@@ -13,7 +13,7 @@ from torch import Tensor
 from lm.config.data_config import END_OF_TEXT
 from lm.data.tokenizer import (
     NOT_A_TOKENIZER,
-    TOKENIZER_CONFIG,
+    TOKENIZER_CONFIG_FILE,
     convert_library_errors,
     download_files,
     parse_tokenizer,
@@ -27,7 +27,7 @@ from lm.huggingface.architectures import ARCHITECTURES, HEAD_TENSOR, Architectur
 from lm.huggingface.fields import ConfigFields
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
-from lm.runs.folder import TOKENIZER
+from lm.runs.folder import TOKENIZER_FILE
 from lm.runs.loading import write_model
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -216,9 +216,9 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else read_tokenizer_json(path)
     tokenizer_config, generation_config = (
         read_json(file) if file.is_file() else {}
-        for file in (tokenizer_path / TOKENIZER_CONFIG, path / "generation_config.json")
+        for file in (tokenizer_path / TOKENIZER_CONFIG_FILE, path / "generation_config.json")
     )
-    tokenizer_path = tokenizer_path / TOKENIZER if tokenizer_path.is_dir() else tokenizer_path
+    tokenizer_path = tokenizer_path / TOKENIZER_FILE if tokenizer_path.is_dir() else tokenizer_path
     return PretrainedModel(
         path / CONFIG_FILE,
         config,

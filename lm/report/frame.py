@@ -12,7 +12,7 @@ from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
 from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, evaluation_rows, load_evaluation
-from lm.runs.folder import CONFIG, ENVIRONMENT, SWAPPED_FOLDER
+from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, SWAPPED_FOLDER
 from lm.runs.record import RunRecord, read_run
 
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
@@ -100,11 +100,11 @@ def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.D
 def _run_folders(folder: Path) -> list[Path]:
     """Return [folder] for a run folder, else the run folders below it except those in a folder named `swapped`. Raises
     RunError: there are none."""
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG_FILE).is_file():
         return [folder]
-    parents = (path.parent for path in folder.glob(f"**/{CONFIG}"))
+    parents = (path.parent for path in folder.glob(f"**/{CONFIG_FILE}"))
     run_folders = sorted(
-        path for path in parents if (path / ENVIRONMENT).is_file() and path.parent.name != SWAPPED_FOLDER
+        path for path in parents if (path / ENVIRONMENT_FILE).is_file() and path.parent.name != SWAPPED_FOLDER
     )
     if not run_folders:
         raise RunError(f"{folder}: no run folder, and none below it: name the folder of a run or an experiment")

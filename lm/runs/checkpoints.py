@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.errors import RunError, one_line
 from lm.files import file_sha256, replace_file
-from lm.runs.folder import CHECKPOINTS, checkpoint_paths, log_manifest_entry
+from lm.runs.folder import CHECKPOINTS_FOLDER, checkpoint_paths, log_manifest_entry
 from lm.runs.manifest import add_entries, check_file, manifest_entry
 
 
@@ -51,7 +51,9 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> None:
             raise RunError(f"{path}: can't be read back: {reason} (trainer.callbacks)") from None
         sha256 = file_sha256(Path(file.name))
         add_entries(
-            run, log_manifest_entry(run, step), manifest_entry(f"{CHECKPOINTS}/{path.name}", sha256, step, weights)
+            run,
+            log_manifest_entry(run, step),
+            manifest_entry(f"{CHECKPOINTS_FOLDER}/{path.name}", sha256, step, weights),
         )
 
 
@@ -63,8 +65,10 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     in the folder.
     """
     folder = Path(os.path.realpath(path)).parent  # raises nothing for a loop of links
-    if folder.name == CHECKPOINTS and path.is_file():
-        check_file(folder.parent, f"{CHECKPOINTS}/{path.resolve().name}", advice=f"bring it back{_fallback_hint(path)}")
+    if folder.name == CHECKPOINTS_FOLDER and path.is_file():
+        check_file(
+            folder.parent, f"{CHECKPOINTS_FOLDER}/{path.resolve().name}", advice=f"bring it back{_fallback_hint(path)}"
+        )
     return read_checkpoint(path)
 
 

@@ -23,7 +23,7 @@ from lm.config.eval_config import EvalConfig
 from lm.errors import RunError, one_line
 from lm.files import source_files_sha256
 from lm.plain import Plain, distinct_names, json_value
-from lm.runs.folder import EVALUATIONS
+from lm.runs.folder import EVALUATIONS_FOLDER
 from lm.runs.manifest import read_file
 from lm.statistics.sampling_units import grouped_mean, unit_rows, weighted_mean
 
@@ -311,12 +311,12 @@ def _factorize_metrics(row_metrics: np.ndarray) -> tuple[np.ndarray, list[Metric
 
 def evaluation_path(run: Path, kind: str, step: int) -> Path:
     """Return the path evaluations/KIND.step-N.csv in a run folder."""
-    return run / EVALUATIONS / f"{kind}.step-{step:06d}.csv"
+    return run / EVALUATIONS_FOLDER / f"{kind}.step-{step:06d}.csv"
 
 
 def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
     """Return the paths of a run folder's evaluation files, by kind and step."""
-    paths = (run / EVALUATIONS).glob("*.step-*.csv")
+    paths = (run / EVALUATIONS_FOLDER).glob("*.step-*.csv")
     names = ((re.fullmatch(r"(.+)\.step-(\d+)", path.stem), path) for path in paths)
     return {(name[1], int(name[2])): path for name, path in names if name}
 
@@ -327,7 +327,7 @@ def load_evaluation(path: Path) -> Evaluation:
     """
     run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
     advice = f"bring it back, or measure it again: lm eval {run} --checkpoint {step}"
-    content = read_file(run, f"{EVALUATIONS}/{path.name}", advice)
+    content = read_file(run, f"{EVALUATIONS_FOLDER}/{path.name}", advice)
     try:
         return Evaluation.parse(content)
     except ValueError as error:

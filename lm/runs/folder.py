@@ -21,8 +21,9 @@ from lm.files import read_json, write_text
 from lm.plain import Plain
 from lm.runs.manifest import Entry, check_file, manifest_entry, parse_line, read_entries, read_file
 
-CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
-CHECKPOINTS, EVALUATIONS = "checkpoints", "evaluations"
+CONFIG_FILE, ENVIRONMENT_FILE = "config.yaml", "environment.json"
+METRICS_FILE, TOKENIZER_FILE = "metrics.jsonl", "tokenizer.json"
+CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER = "checkpoints", "evaluations"
 SWAPPED_FOLDER = "swapped"  # folder in an experiment's folder, with the swapped weights that runs start from
 # file in an experiment's folder, with the settings that its first start fixed for all runs
 RESOLVED_FILE = "resolved.json"
@@ -61,17 +62,17 @@ def read_config(folder: Path) -> Config:
     """Return the configuration in a run's config.yaml. Raises RunError: `folder` is no run folder, or the file was
     altered.
     """
-    require_run(folder, CONFIG)
-    content = read_file(folder, CONFIG)
+    require_run(folder, CONFIG_FILE)
+    content = read_file(folder, CONFIG_FILE)
     try:
-        return parse_config(parse_yaml(content, CONFIG))
+        return parse_config(parse_yaml(content, CONFIG_FILE))
     except ConfigError as error:  # such as code of a normalizer that is not installed
-        raise RunError(f"{folder / CONFIG}: not readable: {one_line(error)}") from None
+        raise RunError(f"{folder / CONFIG_FILE}: not readable: {one_line(error)}") from None
 
 
 def read_environment(folder: Path) -> dict[str, Plain]:
     """Return the content of a run's environment.json. Raises RunError: it is missing, or was altered."""
-    return json.loads(read_file(folder, ENVIRONMENT))
+    return json.loads(read_file(folder, ENVIRONMENT_FILE))
 
 
 def read_model_json(folder: Path) -> dict[str, Plain]:
@@ -97,7 +98,7 @@ def checkpoint_step(path: Path) -> int:
 
 def owns_checkpoint(run: Path, checkpoint: Path) -> bool:
     """Return whether `checkpoint` lies in checkpoints/ of the run folder `run`, and so belongs to this run."""
-    return checkpoint.resolve().parent == (run / CHECKPOINTS).resolve()
+    return checkpoint.resolve().parent == (run / CHECKPOINTS_FOLDER).resolve()
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
@@ -131,15 +132,15 @@ def read_metrics(run: Path) -> list[dict[str, Plain]]:
     """Return the lines of a run's metrics.jsonl; an empty list if there is no file. Text that is no JSON object is
     ignored, such as a last line that a kill cut short.
     """
-    path = run / METRICS
+    path = run / METRICS_FILE
     return [*filter(None, map(parse_line, path.read_bytes().split(b"\n")))] if path.is_file() else []
 
 
 def truncate_metrics(run: Path, step: int) -> None:
     """Delete the log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`."""
-    if (run / METRICS).exists():
+    if (run / METRICS_FILE).exists():
         lines = [line for line in read_metrics(run) if line["step"] <= step - ("swap/kl" in line)]
-        write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(run / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def log_manifest_entry(run: Path, step: int) -> Entry:
@@ -149,22 +150,22 @@ def log_manifest_entry(run: Path, step: int) -> Entry:
     The log is first synced to disk, so that a power cut can't lose lines that a checkpoint counts.
     """
     content = b""
-    if (path := run / METRICS).is_file():
+    if (path := run / METRICS_FILE).is_file():
         with path.open("rb") as file:
             os.fsync(file.fileno())
             content = file.read()
-    return manifest_entry(METRICS, hashlib.sha256(content).hexdigest(), step) | {"bytes": len(content)}
+    return manifest_entry(METRICS_FILE, hashlib.sha256(content).hexdigest(), step) | {"bytes": len(content)}
 
 
 def check_log(run: Path, step: float = math.inf) -> None:
     """Check that a run's log begins as it was when the last checkpoint up to `step` was saved. Raises RunError: the log
     was altered, or is gone.
     """
-    lines = [line for line in read_entries(run, METRICS) if line["step"] <= step]
-    path = run / METRICS
+    lines = [line for line in read_entries(run, METRICS_FILE) if line["step"] <= step]
+    path = run / METRICS_FILE
     content = path.read_bytes() if path.is_file() else b""  # after the manifest, as a run under way adds to both
     if lines and hashlib.sha256(content[: (saved := lines[-1]).get("bytes", 0)]).hexdigest() != saved["sha256"]:
-        checkpoint = checkpoint_path(run / CHECKPOINTS, saved["step"])
+        checkpoint = checkpoint_path(run / CHECKPOINTS_FOLDER, saved["step"])
         reason = f"{'was altered' if path.is_file() else 'is gone'} since {checkpoint.name} was saved"
         remedy = "bring it back, or go on in a new run"
         raise RunError(f"{path}: {reason}; {remedy}: branch_from={checkpoint} name=...")

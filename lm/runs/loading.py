@@ -28,18 +28,18 @@ from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import load_checkpoint, read_checkpoint
 from lm.runs.folder import (
-    CHECKPOINTS,
-    ENVIRONMENT,
+    CHECKPOINTS_FOLDER,
+    ENVIRONMENT_FILE,
     FORMAT_WITHOUT_MANIFEST,
     MODEL_JSON,
-    TOKENIZER,
+    TOKENIZER_FILE,
     checkpoint_paths,
     checkpoint_step,
     read_environment,
     read_model_json,
     require_run,
 )
-from lm.runs.manifest import MANIFEST, check_file, read_entries, write_files
+from lm.runs.manifest import MANIFEST_FILE, check_file, read_entries, write_files
 from lm.runs.resume_checks import trained_config
 
 WEIGHTS_FILE = "model.safetensors"  # file in a model folder, beside MODEL_JSON
@@ -75,7 +75,9 @@ def write_model(
             "training": training_metadata,
             "origin": origin or {},
         }
-        files = {MODEL_JSON: json_bytes(description)} | ({} if tokenizer_json is None else {TOKENIZER: tokenizer_json})
+        files = {MODEL_JSON: json_bytes(description)} | (
+            {} if tokenizer_json is None else {TOKENIZER_FILE: tokenizer_json}
+        )
         if training_metadata is None:
             files[MODEL_KEYS_FILE] = dump_yaml(_model_keys(out, spec, tokenizer_json is not None)).encode()
         names = [name for name in weights if name != "head.weight" or not spec.model.tied]
@@ -94,7 +96,7 @@ def _model_keys(out: Path, spec: ModelSpec, has_tokenizer: bool) -> dict[str, Pl
     if has_tokenizer:
         # the start token ends the document before, too
         ends = [*dict.fromkeys([*spec.end_tokens, spec.end_of_text])] if spec.end_tokens else []
-        path = f"${{init_from}}/{TOKENIZER}"
+        path = f"${{init_from}}/{TOKENIZER_FILE}"
         data["tokenizer"] = {"name": "file", "path": path, "end_of_text": spec.end_of_text, "end_tokens": ends}
     return {"init_from": str(out), "model": model, "data": data}
 
@@ -164,13 +166,13 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     or files belong to different runs.
     """
     path, checkpoint = expand_home(path), str(checkpoint)
-    if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
+    if checkpoint != "last" and not (path / CHECKPOINTS_FOLDER).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / MODEL_JSON).is_file():
         return _load_model(path)
     if path.is_dir():
-        require_run(path, CHECKPOINTS)
-        paths = checkpoint_paths(path / CHECKPOINTS)
+        require_run(path, CHECKPOINTS_FOLDER)
+        paths = checkpoint_paths(path / CHECKPOINTS_FOLDER)
         files = {str(checkpoint_step(file)): file for file in paths} | ({"last": paths[-1]} if paths else {})
         if paths and checkpoint == "best":
             best = read_checkpoint(paths[-1])["lm"].get("best")
@@ -181,7 +183,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
             raise RunError(f"{path}: no checkpoint {checkpoint}; there is: {there}")
         path = files[checkpoint]
     content, folder = load_checkpoint(path), _model_folder(path)
-    environment = read_environment(folder) if (folder / ENVIRONMENT).is_file() else {}
+    environment = read_environment(folder) if (folder / ENVIRONMENT_FILE).is_file() else {}
     with _convert_misfit_errors(path):
         config = trained_config(content["lm"], path)
         spec = ModelSpec.from_training(config, content["lm"])
@@ -195,7 +197,9 @@ def _load_model(path: Path) -> LoadedModel:
     description = {"origin": {}, **read_model_json(path)}
     version = description.get("format")
     if version == FORMAT_WITHOUT_MANIFEST:
-        text = f"note: {path}: exported by lm 0.11, without a {MANIFEST}: its files are not checked; export it again"
+        text = (
+            f"note: {path}: exported by lm 0.11, without a {MANIFEST_FILE}: its files are not checked; export it again"
+        )
         print(terminal_text(text), file=sys.stderr)
     elif version != MODEL_FORMAT:
         raise RunError(
@@ -267,9 +271,9 @@ def _read_tokenizer(folder: Path, spec: ModelSpec) -> Tokenizer | None:
         RunError: the tokenizer is missing, or not the one that the model was trained with.
         DataError: the tokenizer can't be used.
     """
-    if (folder / MANIFEST).is_file() and read_entries(folder, TOKENIZER):
-        check_file(folder, TOKENIZER, advice="bring back the one that the model was trained with")
-    return load_tokenizer(folder / TOKENIZER, spec.end_of_text) if (folder / TOKENIZER).is_file() else None
+    if (folder / MANIFEST_FILE).is_file() and read_entries(folder, TOKENIZER_FILE):
+        check_file(folder, TOKENIZER_FILE, advice="bring back the one that the model was trained with")
+    return load_tokenizer(folder / TOKENIZER_FILE, spec.end_of_text) if (folder / TOKENIZER_FILE).is_file() else None
 
 
 def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
@@ -296,7 +300,7 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
     """
     model = load(source, checkpoint)
     training = model.metadata if model.config else None
-    tokenizer = (model.folder / TOKENIZER).read_bytes() if model.tokenizer else None
+    tokenizer = (model.folder / TOKENIZER_FILE).read_bytes() if model.tokenizer else None
     return write_model(out, model.spec, model.decoder.state_dict(), tokenizer, training, model.origin)
 
 

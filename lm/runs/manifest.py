@@ -20,7 +20,7 @@ from lm.errors import RunError
 from lm.files import file_sha256, replace_file, write_text
 from lm.plain import Plain
 
-MANIFEST = "manifest.jsonl"
+MANIFEST_FILE = "manifest.jsonl"
 
 Entry = dict[str, Plain]  # a line of the manifest
 
@@ -39,12 +39,12 @@ def add_entries(folder: Path, *entries: Entry) -> None:
     """Add lines to the manifest of `folder`, synced to disk. Raises RunError: the manifest can't be written."""
     text = "".join("\n" + json.dumps(line) for line in entries)  # a line that a power cut leaves unfinished stays alone
     try:
-        with (folder / MANIFEST).open("ab") as file:
+        with (folder / MANIFEST_FILE).open("ab") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise RunError(f"{folder / MANIFEST}: can't be written: {error.strerror}") from None
+        raise RunError(f"{folder / MANIFEST_FILE}: can't be written: {error.strerror}") from None
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes], step: int = 0, weights_sha256: str | None = None) -> None:
@@ -73,7 +73,7 @@ def check_file(folder: Path, name: str, sha256: str | None = None, advice: str =
         raise RunError(f"{folder / name}: can't be read: {error.strerror}; {advice}") from None
     # whole entries are compared as text, as `add_entries` wrote them: folders may have thousands
     if json.dumps({"file": name, "sha256": sha256})[:-1] + "," not in _manifest_text(folder):
-        reason = f"was altered, or is of another folder (its sha256 is not in {MANIFEST})"
+        reason = f"was altered, or is of another folder (its sha256 is not in {MANIFEST_FILE})"
         raise RunError(f"{folder / name}: {reason}; {advice}")
 
 
@@ -100,9 +100,9 @@ def truncate_manifest(folder: Path, step: int) -> None:
     """Delete the lines of files with results of steps after `step`, which a resumed run writes anew. At step 0 delete
     all lines.
     """
-    if (folder / MANIFEST).is_file():
+    if (folder / MANIFEST_FILE).is_file():
         kept_lines = [line for line in read_entries(folder) if step and line["step"] <= step]
-        write_text(folder / MANIFEST, "".join("\n" + json.dumps(line) for line in kept_lines))
+        write_text(folder / MANIFEST_FILE, "".join("\n" + json.dumps(line) for line in kept_lines))
 
 
 def parse_line(text: str | bytes) -> dict[str, Plain] | None:
@@ -117,9 +117,9 @@ def parse_line(text: str | bytes) -> dict[str, Plain] | None:
 def _manifest_text(folder: Path) -> str:
     """Return the text of the manifest of `folder`. Raises RunError: there is none."""
     try:
-        return (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")
+        return (folder / MANIFEST_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         raise RunError(
-            f"{folder}: has no {MANIFEST}: it is of lm 0.11 or earlier, and lm 0.11 reads it, or the file was lost: "
-            "bring it back"
+            f"{folder}: has no {MANIFEST_FILE}: it is of lm 0.11 or earlier, and lm 0.11 reads it, or the file was "
+            "lost: bring it back"
         ) from None

@@ -21,10 +21,10 @@ from lm.files import json_sha256
 from lm.plain import Plain, flatten
 from lm.runs.evaluations import UNIGRAM_BOUND_NAME, UNIGRAM_LEVEL_NAME, VAL_LOSS, Evaluation, last_evaluations
 from lm.runs.folder import (
-    CONFIG,
+    CONFIG_FILE,
     DIVERGED_KEY,
-    ENVIRONMENT,
-    METRICS,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
     Curve,
     check_log,
     logged_curve,
@@ -268,9 +268,9 @@ def read_run(folder: Path, known_evaluations: Mapping[Path, Evaluation] = Mappin
     Raises RunError: `folder` is not a run folder, or a file in it can't be read.
     """
     folder = Path(folder)
-    require_run(folder, CONFIG, ENVIRONMENT)
-    config, environment = parse_yaml(read_file(folder, CONFIG), CONFIG), read_environment(folder)
+    require_run(folder, CONFIG_FILE, ENVIRONMENT_FILE)
+    config, environment = parse_yaml(read_file(folder, CONFIG_FILE), CONFIG_FILE), read_environment(folder)
     lines, evaluations = read_metrics(folder), last_evaluations(folder, known_evaluations)
-    if (folder / METRICS).is_file():
+    if (folder / METRICS_FILE).is_file():
         check_log(folder)
     return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations))

@@ -24,13 +24,13 @@ from lm.progress import StepProgress
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import evaluation_files, evaluation_path, logged_means
 from lm.runs.folder import (
-    CHECKPOINTS,
-    CONFIG,
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
     DIVERGED_KEY,
-    ENVIRONMENT,
-    EVALUATIONS,
-    METRICS,
-    TOKENIZER,
+    ENVIRONMENT_FILE,
+    EVALUATIONS_FOLDER,
+    METRICS_FILE,
+    TOKENIZER_FILE,
     checkpoint_path,
     checkpoint_paths,
     checkpoint_step,
@@ -89,7 +89,9 @@ def fit(
         start, earlier_facts, notes = start_new_run(config, store, initial_model)
     if start.step >= config.trainer.max_steps:
         if later_paths := [
-            path for path in checkpoint_paths(config.run_folder / CHECKPOINTS) if checkpoint_step(path) > start.step
+            path
+            for path in checkpoint_paths(config.run_folder / CHECKPOINTS_FOLDER)
+            if checkpoint_step(path) > start.step
         ]:
             reason = f"leaves no step up to trainer.max_steps, and the run has {later_paths[-1].name}"
             remedy = f"raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
@@ -109,12 +111,12 @@ def fit(
     loggers = make_loggers(config, facts, is_main)  # one that can't start leaves the run as it was
     if is_main:
         folder = config.run_folder
-        for path in reversed(checkpoint_paths(folder / CHECKPOINTS)):
+        for path in reversed(checkpoint_paths(folder / CHECKPOINTS_FOLDER)):
             if checkpoint_step(path) > start.step:
                 path.unlink()  # the newest first, as `resume=auto` goes on from the newest
         truncate_run(folder, start.step)
-        files = {CONFIG: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
-        files |= {ENVIRONMENT: json_bytes(facts), TOKENIZER: (store.path / TOKENIZER).read_bytes()}
+        files = {CONFIG_FILE: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
+        files |= {ENVIRONMENT_FILE: json_bytes(facts), TOKENIZER_FILE: (store.path / TOKENIZER_FILE).read_bytes()}
         write_files(folder, files, start.step)
     progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
     progress.start(start.step)
@@ -174,7 +176,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
             if trainer.should_stop:  # the same on all ranks, as is the step
                 run.progress.say(f"stopped by a signal at step {step}; go on with: resume=auto")
                 return 128 + run.stop_request.signal
-            checkpoint = checkpoint_path(folder / CHECKPOINTS, step)
+            checkpoint = checkpoint_path(folder / CHECKPOINTS_FOLDER, step)
             start = start_from_checkpoint(config, load_checkpoint(checkpoint))
             run.progress.say(f"phase {start.phase + 1} from step {step:,}: {config.training_phases[start.phase].label}")
 
@@ -235,7 +237,11 @@ def truncate_run(run: Path, step: int) -> None:
     truncate_manifest(run, step)  # a kill before it leaves lines without files, one after it a log that is too long
     truncate_metrics(run, step)
     pattern = f".*-{UNFINISHED_MARK}-*"
-    for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern)]:
+    for leftover in [
+        *run.glob(pattern),
+        *(run / CHECKPOINTS_FOLDER).glob(pattern),
+        *(run / EVALUATIONS_FOLDER).rglob(pattern),
+    ]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
 
 
@@ -251,7 +257,7 @@ def _evaluate_missing(
         truncate_metrics(folder, step)  # a line that the kill cut short
         for result in evaluate_model(folder, load(checkpoint), missing, open_device(config, facts)):
             means = {"tokens": result.evaluation.tokens_seen, **logged_means(result.evaluation)}
-            MetricsFile(folder / METRICS).write(means, step)
+            MetricsFile(folder / METRICS_FILE).write(means, step)
     divergence_text = read_run(folder).divergence_reason
     advice = f"raise trainer.max_steps to go on, or evaluate it with other options: lm eval {folder} KEY=VALUE"
     print(f"{folder}: complete at step {step}{divergence_text and f', diverged: {divergence_text}'}; {advice}")

@@ -10,7 +10,7 @@ from lm.config.tree import Config
 from lm.errors import RunError, one_line
 from lm.plain import Plain, to_plain
 from lm.runs.evaluations import VAL_LOSS
-from lm.runs.folder import METRICS
+from lm.runs.folder import METRICS_FILE
 from lm.training.lightning_import import L
 from lm.training.user_classes import make_user_objects
 from lm.training.wandb_runs import finish_wandb_run, start_wandb_run, wandb_labels, wandb_mode
@@ -150,7 +150,7 @@ def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -
     outside = make_user_objects("log.to", config.log.logger_classes, Logger, FailsafeLogger)
     for logger in outside:
         logger.attempt(logger.log_hyperparams, to_plain(config))
-    loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS)] * is_main
+    loggers: list[RunLogger] = [MetricsFile(config.run_folder / METRICS_FILE)] * is_main
     if is_main and (mode := wandb_mode(config.log, bool(config.experiment.name))) != "disabled":
         facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_ENVIRONMENT_KEYS}
         # one text to group runs by, also of a list of normalizers and of phases

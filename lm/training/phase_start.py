@@ -23,8 +23,8 @@ from lm.model.swapped import rebuild_decoder
 from lm.plain import Plain, to_plain
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import (
-    CHECKPOINTS,
-    TOKENIZER,
+    CHECKPOINTS_FOLDER,
+    TOKENIZER_FILE,
     check_log,
     checkpoint_path,
     checkpoint_paths,
@@ -291,7 +291,7 @@ def _check_tokenizer(config: Config, store: Store, model: LoadedModel) -> None:
         reason = f"is another tokenizer than that of {model.path}: its token ids would stand for other text"
     else:
         return
-    file, remedy = model.folder / TOKENIZER, "use the one it was trained with"
+    file, remedy = model.folder / TOKENIZER_FILE, "use the one it was trained with"
     if file.is_file() and not config.data.symbolic:
         remedy = f"set data.tokenizer={{name: file, path: {file}}}"
     raise ConfigError([Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)])
@@ -307,7 +307,7 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     metadata = checkpoint["lm"]
     phase = config.phase_index(metadata["step"])
     decoder = Decoder(config.model_in_phase(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
-    state = RunState.from_metadata(metadata, config.run_folder / CHECKPOINTS)
+    state = RunState.from_metadata(metadata, config.run_folder / CHECKPOINTS_FOLDER)
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)
     if (model := config.model_in_phase(phase)) != decoder.config:
         decoder.load_state_dict(checkpoint["state_dict"])

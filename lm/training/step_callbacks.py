@@ -13,7 +13,7 @@ from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.model.device import peak_memory_bytes
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.folder import CHECKPOINTS, PEAK_MEMORY_KEY, checkpoint_path, checkpoint_paths, checkpoint_step
+from lm.runs.folder import CHECKPOINTS_FOLDER, PEAK_MEMORY_KEY, checkpoint_path, checkpoint_paths, checkpoint_step
 from lm.training.lightning_import import L, SIGTERMException
 from lm.training.module import LanguageModel
 from lm.training.phase_start import BestStep
@@ -174,7 +174,7 @@ class Checkpoints(StepCallback):
 
     def __init__(self, run: RunContext):
         super().__init__(run)
-        self.folder = self.config.run_folder / CHECKPOINTS
+        self.folder = self.config.run_folder / CHECKPOINTS_FOLDER
         self.saved_step = -1
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:

@@ -14,9 +14,9 @@ from lm.model.spec import with_steps
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import (
     ALREADY_TRAINING,
-    CHECKPOINTS,
-    CONFIG,
-    METRICS,
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    METRICS_FILE,
     checkpoint_paths,
     owns_checkpoint,
 )
@@ -55,7 +55,7 @@ def train(config: Config) -> int:
 
             return fit(config, store, checkpoint, checkpoint_content, initial_model, process)
         except BaseException:
-            has_results = any((folder / CHECKPOINTS).glob("*.ckpt")) or (folder / METRICS).exists()
+            has_results = any((folder / CHECKPOINTS_FOLDER).glob("*.ckpt")) or (folder / METRICS_FILE).exists()
             if has_created_folder and not has_results:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -69,7 +69,7 @@ def starting_checkpoint(config: Config) -> Path | None:
     if resumed_path or not config.branch_from:
         return resumed_path
     path = expand_home(config.branch_from)
-    if files := checkpoint_paths(path / CHECKPOINTS):
+    if files := checkpoint_paths(path / CHECKPOINTS_FOLDER):
         path = files[-1]
     if not path.is_file():
         names = ", ".join(checkpoint.name for checkpoint in checkpoint_paths(path.parent))
@@ -86,19 +86,23 @@ def _resumed_checkpoint(config: Config) -> Path | None:
     `starting_checkpoint` does.
     """
     folder = config.run_folder
-    files = checkpoint_paths(folder / CHECKPOINTS)
+    files = checkpoint_paths(folder / CHECKPOINTS_FOLDER)
     if config.resume != "auto":
         path = expand_home(config.resume)
         if not path.is_file():
-            choices = f"one of {', '.join(file.name for file in files)} in {folder / CHECKPOINTS}"
+            choices = f"one of {', '.join(file.name for file in files)} in {folder / CHECKPOINTS_FOLDER}"
             choices = choices if files else "a path; the run has no checkpoint"
             raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
         if not owns_checkpoint(folder, path):
             raise _another_run_error(path, config)
         return path
     # a kill within the first save leaves a temporary file, perhaps with its line in the manifest
-    is_empty = not any((folder / CHECKPOINTS).glob("*"))
-    if is_empty and (folder / CONFIG).is_file() and any(CHECKPOINTS in entry["file"] for entry in read_entries(folder)):
+    is_empty = not any((folder / CHECKPOINTS_FOLDER).glob("*"))
+    if (
+        is_empty
+        and (folder / CONFIG_FILE).is_file()
+        and any(CHECKPOINTS_FOLDER in entry["file"] for entry in read_entries(folder))
+    ):
         remedy = "bring them back, choose another name=..., or delete the folder to start the run again"
         raise RunError(f"{folder}: holds a run whose checkpoints are gone; {remedy}")
     return files[-1] if files else None
@@ -118,7 +122,7 @@ def refuse_moved_run(config: Config, config_files: list[str]) -> None:
 
     Raises RunError: the folder was renamed, or `runs` is relative to another folder, so that a new run would start.
     """
-    for folder in [Path(file).parent / CHECKPOINTS for file in config_files if config.resume == "auto"]:
+    for folder in [Path(file).parent / CHECKPOINTS_FOLDER for file in config_files if config.resume == "auto"]:
         if (checkpoints := checkpoint_paths(folder)) and not owns_checkpoint(config.run_folder, checkpoints[-1]):
             raise _another_run_error(checkpoints[-1], config)
 
@@ -134,9 +138,9 @@ def create_run_folder(folder: Path, resume: bool) -> bool:
         is_new = not any(folder.iterdir())
         if not is_new and not resume:
             raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
-        if not is_new and not (folder / CHECKPOINTS).is_dir():
+        if not is_new and not (folder / CHECKPOINTS_FOLDER).is_dir():
             raise RunError(f"{folder}: holds something else than a run; choose another name=...")
-        (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        (folder / CHECKPOINTS_FOLDER).mkdir(exist_ok=True)
         return is_new
     except OSError as error:
         reason = f"can't make the run folder: {error.strerror}"

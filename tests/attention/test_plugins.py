@@ -20,7 +20,7 @@ from lm.config.load import load_config, parse_config
 from lm.errors import ConfigError, RunError
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.folder import CONFIG, ENVIRONMENT, MODEL_JSON, read_config
+from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, MODEL_JSON, read_config
 
 NAME = "powers.attention:Power"
 NAMED = f"model.normalizer={{name: '{NAME}', power: 3.0}}"
@@ -80,7 +80,7 @@ def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, a
     assert summary == f"{len(CHECKS)} of {len(CHECKS)} promises are kept"
 
     folder = trained(arguments, NAMED)
-    environment = json.loads((folder / ENVIRONMENT).read_text())
+    environment = json.loads((folder / ENVIRONMENT_FILE).read_text())
     assert re.fullmatch("source sha256 [0-9a-f]{12}", environment["versions"][NAME])
     assert environment["starts"][0]["versions"][NAME] == environment["versions"][NAME]
 
@@ -127,7 +127,7 @@ def test_phases_lists_of_layers_and_swaps_accept_a_plugin(powers: Path, argument
         "powers",
     )
     assert swapped.returncode == 0, swapped.stderr
-    plain = yaml.safe_load((tmp_path / "swapped" / CONFIG).read_text())
+    plain = yaml.safe_load((tmp_path / "swapped" / CONFIG_FILE).read_text())
     assert plain["model"]["normalizer"] == {"name": NAME, "power": 1.5}
 
 
@@ -137,7 +137,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
     assert lm("train", *arguments, "name=plain", "trainer.max_steps=2", "eval.every=2").returncode == 0
     folder, export = load_config([*arguments, "name=plain"]).run_folder, tmp_path / "export"
     assert lm("export", str(folder), "-o", str(export)).returncode == 0
-    plain, options = yaml.safe_load((folder / CONFIG).read_text()), {"name": NAME, "power": 3.0}
+    plain, options = yaml.safe_load((folder / CONFIG_FILE).read_text()), {"name": NAME, "power": 3.0}
     plain["model"]["normalizer"] = (
         {"name": "layers", "of": [{"name": "softmax"}, options]} if where == "layers" else options
     )
@@ -145,7 +145,7 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
         plain["phases"] = [{"until": 1.0, "normalizer": options}]
     text = yaml.safe_dump(plain)
 
-    write_recorded_file(folder / CONFIG, text)
+    write_recorded_file(folder / CONFIG_FILE, text)
     checkpoint = load_checkpoint(last_checkpoint(folder))
     checkpoint["lm"]["config"] = text
     save_checkpoint(checkpoint, last_checkpoint(folder))

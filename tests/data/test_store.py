@@ -13,7 +13,7 @@ from texts import split_tokens
 
 from lm.config.data_config import DataConfig
 from lm.data.prepare import find_store, prepare
-from lm.data.store import MANIFEST, Store, data_fingerprint
+from lm.data.store import MANIFEST_FILE, Store, data_fingerprint
 from lm.errors import DataError
 from lm.files import json_sha256, write_json
 
@@ -65,7 +65,7 @@ def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(text_d
     store = prepare(text_data)
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
     manifest = {**store.manifest, "format": 4}
-    write_json(old / MANIFEST, {**manifest, "sha256": json_sha256(manifest)})
+    write_json(old / MANIFEST_FILE, {**manifest, "sha256": json_sha256(manifest)})
     assert find_store(text_data, store.fingerprint).path == store.path
 
 

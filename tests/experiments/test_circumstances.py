@@ -16,7 +16,7 @@ from lm.experiments.definition import present_plan, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.runs.evaluations import evaluation_files, load_evaluation
-from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED_FILE
+from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RESOLVED_FILE
 
 SEEDS = {"tune": None, "seeds": [1, 2, 3]}
 MORE = {
@@ -37,7 +37,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     )
     finish_all_runs(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
-        write_recorded_file(run.config.run_folder / CONFIG, to_yaml(run.config))
+        write_recorded_file(run.config.run_folder / CONFIG_FILE, to_yaml(run.config))
         facts = {
             "git_commit": "abc",
             "git_dirty": False,
@@ -46,7 +46,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
             "precision": "32",
             "compile": False,
         }
-        write_recorded_file(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0, **facts}]})
+        write_recorded_file(run.config.run_folder / ENVIRONMENT_FILE, {"starts": [{"step": 0, **facts}]})
     return procedure
 
 
@@ -159,9 +159,9 @@ def edited(key: str, value: object) -> Callable[[Path], None]:
     """Change what a run's start used."""
 
     def change(folder: Path) -> None:
-        environment = read_json(folder / ENVIRONMENT)
+        environment = read_json(folder / ENVIRONMENT_FILE)
         environment["starts"][0] |= {key: value}
-        write_recorded_file(folder / ENVIRONMENT, environment)
+        write_recorded_file(folder / ENVIRONMENT_FILE, environment)
 
     return change
 
@@ -170,7 +170,7 @@ def from_others(folder: Path) -> None:
     """Make a run and the baseline's start from one path whose weights changed in between."""
     for path, weights in ((folder, "b2"), *((path, "a1") for path in folder.parent.glob("softmax-*"))):
         origin = {"path": "runs/x", "tokens": 0, "weights": weights}
-        write_recorded_file(path / ENVIRONMENT, read_json(path / ENVIRONMENT) | {"started_from": origin})
+        write_recorded_file(path / ENVIRONMENT_FILE, read_json(path / ENVIRONMENT_FILE) | {"started_from": origin})
 
 
 def other_code(folder: Path) -> None:

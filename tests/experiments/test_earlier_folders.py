@@ -12,7 +12,7 @@ from trials import TWO_ARM_EXPERIMENT
 from lm.config.load import load_config, to_yaml
 from lm.experiments.compare import open_experiment
 from lm.experiments.definition import config_hash, read_experiment
-from lm.runs.folder import CONFIG, RESOLVED_FILE
+from lm.runs.folder import CONFIG_FILE, RESOLVED_FILE
 
 # What version 0.11.0 recorded of `ARMS`, whose base is tests/tiny.yaml: the folders of its runs, and its plan.
 EARLIER = json.loads((Path(__file__).parent / "earlier_folder.json").read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
     runs = procedure.known_runs()
     assert sorted(f"{run.stage} {run.config.name}" for run in runs) == sorted(EARLIER["runs"])
     for run in runs:
-        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        (run.config.run_folder / CONFIG_FILE).write_text(to_yaml(run.config))
     reopened = open_experiment(read_experiment(path, overrides))
     assert (reopened.plan_notes, {*reopened.exploratory}) == ([], set())
 

@@ -22,7 +22,7 @@ from lm.config.load import to_yaml
 from lm.experiments.page import trends
 from lm.experiments.procedure import Procedure, Run
 from lm.report.comparison import REPORTING_SUFFIX
-from lm.runs.folder import CONFIG, DIVERGED_KEY, METRICS
+from lm.runs.folder import CONFIG_FILE, DIVERGED_KEY, METRICS_FILE
 from lm.runs.manifest import read_file
 
 STEPS = 200
@@ -50,7 +50,7 @@ def finish(run: Run, loss: float, **options: object) -> Path:
     """A run folder as if the run had been trained to about this loss."""
     folder = run.config.run_folder
     build_run(folder.parent, folder.name, seed=run.seed, better=3.8 - loss, steps=STEPS, **options)
-    write_recorded_file(folder / CONFIG, to_yaml(run.config))
+    write_recorded_file(folder / CONFIG_FILE, to_yaml(run.config))
     return folder
 
 
@@ -58,7 +58,7 @@ def diverge(run: Run) -> None:
     """A run folder as if the run had stopped at values that are not finite."""
     folder = finish(run, losses(run))
     shutil.rmtree(folder / "checkpoints")
-    with (folder / METRICS).open("a") as log:
+    with (folder / METRICS_FILE).open("a") as log:
         log.write(json.dumps({"step": STEPS, DIVERGED_KEY: "loss is not finite"}) + "\n")
 
 

@@ -29,7 +29,7 @@ from lm.evaluation.measurement import sampling_unit_frame
 from lm.experiments.compare import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.report.frame import results
-from lm.runs.folder import CONFIG, ENVIRONMENT
+from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE
 from lm.statistics.intervals import estimate_over_seeds_and_documents
 from lm.statistics.sampling_units import model_selection_mask
 from lm.statistics.verdicts import power, smallest_difference
@@ -168,8 +168,8 @@ def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_
     assert line["reason"].startswith(f"3 final runs diverged: ssmax seed 1: {how}"), line["reason"]
     assert "did not learn" not in line["reason"]
     for run in procedure.known_runs():
-        write_recorded_file(run.config.run_folder / CONFIG, to_yaml(run.config))
-        write_recorded_file(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
+        write_recorded_file(run.config.run_folder / CONFIG_FILE, to_yaml(run.config))
+        write_recorded_file(run.config.run_folder / ENVIRONMENT_FILE, {"starts": [{"step": 0}]})
     states = results(procedure.experiment.folder).groupby("arm")["state"].unique().map(list).to_dict()
     assert states == {"softmax": ["finished"], "ssmax": ["diverged"]}, "in the long table, which lm judge takes, too"
 

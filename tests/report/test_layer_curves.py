@@ -12,7 +12,7 @@ from reported import build_run, write_report
 from lm.report import comparison_pictures
 from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import MAX_CURVE_POINTS, drawn_runs, parameter_picture
-from lm.runs.folder import METRICS, Curve
+from lm.runs.folder import METRICS_FILE, Curve
 from lm.runs.record import read_run
 
 
@@ -24,7 +24,7 @@ def test_parameters_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step
         {"step": 2, "tokens": 20, "normalizer/s/layer0/head0": 3.0, "normalizer/s/layer0/head1": None},
         {"step": 1, "tokens": 10, "normalizer/base.out.bias/layer10/rms": 0.5, "normalizer/s/layer2/head0": 7.0},
     ]  # fmt: skip
-    (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     save_empty_checkpoint(run, 2)
     picture = parameter_picture(["softmax"], drawn_runs(compare_runs([read_run(run)])))
     drawn = {
@@ -40,7 +40,7 @@ def test_parameters_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step
 def test_reports_show_them_where_they_are_logged(tmp_path: Path):
     run, other = build_run(tmp_path, "logged"), build_run(tmp_path, "other")
     lines = [{"step": step, "tokens": 1000 * step, "normalizer/s/layer1/head2": 0.5} for step in range(1, 601)]
-    (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     save_empty_checkpoint(run, 600)
     for number, (runs, logged) in enumerate((([run], True), ([run, other], True), ([other], False))):
         page = write_report(runs, tmp_path / f"report{number}").html

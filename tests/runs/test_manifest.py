@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import lm
 from lm.errors import RunError
-from lm.runs.manifest import MANIFEST, read_entries, read_file, truncate_manifest, write_files
+from lm.runs.manifest import MANIFEST_FILE, read_entries, read_file, truncate_manifest, write_files
 from lm.runs.record import read_run
 from lm.training.train import train
 
@@ -42,7 +42,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RunError, match=r"manifest\.jsonl: can't be written: No space left on device"):
         write_files(tmp_path, {"a.json": b"2"})
     assert read_file(tmp_path, "a.json") == b"1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", MANIFEST]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", MANIFEST_FILE]
 
 
 WRITER = """
@@ -65,7 +65,7 @@ def test_two_processes_that_write_at_a_time_lose_no_line(tmp_path: Path):
 
 def test_a_line_that_a_power_cut_left_unfinished_harms_no_other(tmp_path: Path):
     write_files(tmp_path, {"a": b"1"})
-    with (tmp_path / MANIFEST).open("a") as file:
+    with (tmp_path / MANIFEST_FILE).open("a") as file:
         file.write('\n{"file": "b", "sha2')
     (tmp_path / "b").write_bytes(b"2")
     write_files(tmp_path, {"c": b"3"})

@@ -26,8 +26,8 @@ from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import Device
 from lm.runs.evaluations import evaluation_path, measuring_code_digest
-from lm.runs.folder import CONFIG, DIVERGED_KEY, METRICS
-from lm.runs.manifest import MANIFEST
+from lm.runs.folder import CONFIG_FILE, DIVERGED_KEY, METRICS_FILE
+from lm.runs.manifest import MANIFEST_FILE
 from lm.runs.record import read_run
 
 ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}
@@ -50,9 +50,9 @@ def finished(folder: Path, **changes: object) -> Procedure:
     finish_all_runs(procedure, loss)
     for run in procedure.known_runs():
         lines = [{"step": step, "tokens": step, "val/loss": loss} for step, loss in ((4, 6.0), (8, loss(run)))]
-        (run.config.run_folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run.config.run_folder / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
         write_validation(run, 4, 6.0)
-        write_recorded_file(run.config.run_folder / CONFIG, to_yaml(run.config))
+        write_recorded_file(run.config.run_folder / CONFIG_FILE, to_yaml(run.config))
         save_empty_checkpoint(run.config.run_folder, run.outcome.last_step, to_yaml(run.config))
     return Procedure(procedure.experiment)
 
@@ -104,51 +104,51 @@ def resealed(procedure: Procedure) -> None:
 
 def unsealed(procedure: Procedure) -> None:
     """The line of an evaluation taken out of the manifest."""
-    path, name = ours(procedure).config.run_folder / MANIFEST, file_of(ours(procedure)).name
+    path, name = ours(procedure).config.run_folder / MANIFEST_FILE, file_of(ours(procedure)).name
     path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if name not in line))
 
 
 def without_manifest(procedure: Procedure) -> None:
-    (ours(procedure).config.run_folder / MANIFEST).unlink()
+    (ours(procedure).config.run_folder / MANIFEST_FILE).unlink()
 
 
 def with_others_manifest(procedure: Procedure) -> None:
     """The baseline's manifest in place of an arm's."""
-    shutil.copy(*(ours(procedure, arm).config.run_folder / MANIFEST for arm in ("softmax", "ssmax")))
+    shutil.copy(*(ours(procedure, arm).config.run_folder / MANIFEST_FILE for arm in ("softmax", "ssmax")))
 
 
 def with_manifest_cut(procedure: Procedure) -> None:
-    path = ours(procedure).config.run_folder / MANIFEST
+    path = ours(procedure).config.run_folder / MANIFEST_FILE
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 4])
 
 
 def relogged(procedure: Procedure) -> None:
-    path = ours(procedure).config.run_folder / METRICS
+    path = ours(procedure).config.run_folder / METRICS_FILE
     path.write_text(path.read_text().replace("6.0", "7.0"))
 
 
 def without_log(procedure: Procedure) -> None:
-    (ours(procedure).config.run_folder / METRICS).unlink()
+    (ours(procedure).config.run_folder / METRICS_FILE).unlink()
 
 
 def without_last_line(procedure: Procedure) -> None:
     """A log that lost the validation of the last step."""
-    path = ours(procedure).config.run_folder / METRICS
+    path = ours(procedure).config.run_folder / METRICS_FILE
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
 def with_other_warmup(procedure: Procedure) -> None:
     """A key changed in config.yaml that is no part of the plan."""
-    path = ours(procedure).config.run_folder / CONFIG
+    path = ours(procedure).config.run_folder / CONFIG_FILE
     path.write_text(path.read_text().replace("warmup_steps: ", "warmup_steps: 1"))
 
 
 def with_empty_config(procedure: Procedure) -> None:
-    (ours(procedure).config.run_folder / CONFIG).write_bytes(b"")
+    (ours(procedure).config.run_folder / CONFIG_FILE).write_bytes(b"")
 
 
 def diverged(procedure: Procedure) -> None:
-    with (ours(procedure).config.run_folder / METRICS).open("a") as log:
+    with (ours(procedure).config.run_folder / METRICS_FILE).open("a") as log:
         log.write(json.dumps({"step": 8, DIVERGED_KEY: "the loss is not finite"}) + "\n")
 
 
@@ -177,7 +177,7 @@ EDITS = {
     without_last_line: r"metrics\.jsonl: was altered since step-\d+\.ckpt was saved; bring it back",
     with_other_warmup: rf"config\.yaml: {ALTERED}",
     with_empty_config: rf"config\.yaml: {ALTERED}",
-    diverged: r"metrics\.jsonl: says that the run diverged, but .*ckpt is there: bring it back",
+    diverged: r"metrics\.jsonl: says that the run diverged, but .*ckpt exists: bring it back",
     emptied: rf"step-\d+\.ckpt: {ALTERED}$",
     exchanged: rf"step-\d+\.ckpt: {ALTERED}$",
 }
@@ -229,7 +229,7 @@ def test_a_folder_holds_the_run_that_its_name_says(tmp_path, originals: dict[str
         shutil.rmtree(folder)
         folder.symlink_to(other) if way == "link" else shutil.copytree(other, folder)
     if way != "link":
-        write_recorded_file(folder / CONFIG, (other / CONFIG).read_text())
+        write_recorded_file(folder / CONFIG_FILE, (other / CONFIG_FILE).read_text())
     with pytest.raises(RunError, match=rf"is of another run than {folder.name}: its name is {other.name}; ") as error:
         Procedure(procedure.experiment).judgement().entries()
     assert "\n" not in str(error.value)

@@ -22,7 +22,7 @@ from lm.evaluation.swap import swap_run
 from lm.files import read_json
 from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
-from lm.runs.manifest import MANIFEST, read_entries
+from lm.runs.manifest import MANIFEST_FILE, read_entries
 from lm.training.step_callbacks import Checkpoints
 from lm.training.train import train
 
@@ -157,7 +157,7 @@ DAMAGED = {  # of a run: how it is damaged, what is then said, and to whom
         lambda run: (run / "tokenizer.json").unlink(), r"tokenizer\.json: can't be read: No such file", BUT_RESUME
     ),
     "no manifest": (
-        lambda run: (run / MANIFEST).unlink(),
+        lambda run: (run / MANIFEST_FILE).unlink(),
         r"/a: has no manifest\.jsonl: it is of lm 0\.11 or earlier, and lm 0\.11 reads it, or", USERS,
     ),
 }  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_checkpoint_outside_a_run_folder_is_read(run: Path, tmp_path: Path):
 def test_an_export_of_lm_0_11_is_read(run: Path, capsys: pytest.CaptureFixture):
     exported = run.parent / "exported"
     edit_json(exported / "lm.json", lambda content: content.update(format=5, tokenizer_sha256="x", tensor_sha256={}))
-    (exported / MANIFEST).unlink()
+    (exported / MANIFEST_FILE).unlink()
     assert lm.load(exported).metadata["step"] == 4
     assert "exported by lm 0.11, without a manifest.jsonl: its files are not checked" in capsys.readouterr().err
 

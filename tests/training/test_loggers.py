@@ -20,7 +20,7 @@ from lm.config.training_config import LogConfig
 from lm.config.tree import Config
 from lm.errors import RunError
 from lm.files import read_json
-from lm.runs.folder import ENVIRONMENT, PEAK_MEMORY_KEY, read_metrics
+from lm.runs.folder import ENVIRONMENT_FILE, PEAK_MEMORY_KEY, read_metrics
 from lm.training.train import train
 from lm.training.wandb_runs import send_report, wandb_mode
 
@@ -155,7 +155,7 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert train(placed) == 0
     entries = records(placed.run_folder)
     run = next(entry.run for entry in entries if entry.HasField("run"))
-    environment = read_json(placed.run_folder / ENVIRONMENT)
+    environment = read_json(placed.run_folder / ENVIRONMENT_FILE)
     assert (run.run_group, run.job_type, run.run_id) == ("trial/small", "final", environment["wandb_id"])
     assert sorted(run.tags) == ["arm scalable", "rate 0.002", "seed 3", "size small"]
     config = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in run.config.update}

@@ -26,7 +26,7 @@ from lm.files import (
     write_together,
 )
 from lm.runs.checkpoints import save_checkpoint
-from lm.runs.folder import ALREADY_TRAINING, METRICS, checkpoint_paths
+from lm.runs.folder import ALREADY_TRAINING, METRICS_FILE, checkpoint_paths
 from lm.runs.loading import export, load
 from lm.training.train import train
 
@@ -154,7 +154,7 @@ def test_a_run_goes_on_without_its_text_and_not_on_another(tiny, corpus: Path, t
 
 def test_a_log_that_was_altered_is_refused(tiny):
     train(tiny("name=altered"))
-    log = tiny().run_folder.parent / "altered" / METRICS
+    log = tiny().run_folder.parent / "altered" / METRICS_FILE
     content = log.read_text()
     for altered in (content[: len(content) // 2], content.replace('"train/loss": ', '"train/loss": 1')):
         log.write_text(altered)
