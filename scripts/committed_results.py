@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lm.statistics.verdicts import Comparison, Verdict, verdicts
+from lm.statistics.verdicts import Comparison, Verdict, judge_comparisons
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_FOLDER = ROOT / "results"
@@ -94,7 +94,7 @@ def compare_at_best_rates(
         by_rates,
         place,
         n_shared_rates=shared,
-        all_pairs=other_values_chose_rates,
+        must_hold_at_all_rates=other_values_chose_rates,
         higher_is_better=higher_is_better,
         bounds=bounds,
     )
@@ -134,7 +134,7 @@ def trend_table(
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
         bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher_is_better else None
         changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher_is_better, bounds=bounds)
-    for name, verdict in verdicts(changes, matters).items():
+    for name, verdict in judge_comparisons(changes, matters).items():
         cells = [format_values(values_by_part[name][part]) if part in values_by_part[name] else "" for part in parts]
         lines.append([name, *cells, verdict_text(verdict, *display_scale)])
     return markdown_table(lines)

@@ -22,7 +22,7 @@ from page_pictures import styled_figure, svg_bytes
 
 from lm.report.pictures import COLOURS
 from lm.statistics.intervals import estimate_over_seeds
-from lm.statistics.verdicts import Comparison, Verdict, verdicts
+from lm.statistics.verdicts import Comparison, Verdict, judge_comparisons
 
 REPEATED_BASELINE_NAME = "the baseline again"  # the second timing of the baseline in costs.csv, which shows the noise
 LONG_CONTEXT_SETTINGS = (
@@ -159,7 +159,7 @@ class LossResults(ExperimentResults):
             )
             for pair, column in product(self.pairs, self.decisive_settings)
         }
-        return verdicts(comparisons, self.matters)
+        return judge_comparisons(comparisons, self.matters)
 
     def arm_and_baseline(self, verdict_key: tuple[str, str, str]) -> tuple[str, str]:
         """Return the names of the row and of the baseline that a verdict's key names."""
@@ -242,7 +242,7 @@ class LossResults(ExperimentResults):
             (*pair, column): Comparison(change(pair[0], column) - change(pair[1], column))
             for pair, column in product(self.pairs, self.transfer_settings)
         }
-        judged = verdicts(comparisons, self.matters)
+        judged = judge_comparisons(comparisons, self.matters)
         rows = [
             [
                 self.labels[row_name],

@@ -21,7 +21,7 @@ from committed_results import (
 from page_pictures import draw_percentages, styled_figure, svg_bytes
 
 from lm.report.pictures import COLOURS
-from lm.statistics.verdicts import Comparison, Verdict, verdicts
+from lm.statistics.verdicts import Comparison, Verdict, judge_comparisons
 
 QUESTIONS_BY_TASK = {"mqar": 8, "needle": 4}  # number of questions in a sequence of the task; each has another answer
 # layers: those that arms differ in
@@ -109,7 +109,7 @@ class RecallResults(ExperimentResults):
                     comparisons[arm, rate, length] = Comparison(
                         differences, higher_is_better=True, bounds=ACCURACY_BOUNDS
                     )
-        return verdicts(comparisons, self.matters)
+        return judge_comparisons(comparisons, self.matters)
 
     def arm_and_baseline(self, verdict_key: tuple[str, float, int]) -> tuple[str, str]:
         """Return the arm and the baseline of a verdict's key."""

@@ -193,7 +193,7 @@ def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Count
             if not comparison.obstacle:
                 documents = comparison.document_estimate
                 wide = comparison.interval_ends(ALPHA, documents) if documents else None
-                ends = [interval.as_list()[1:] for interval in (verdict.single_interval, verdict.interval)]
+                ends = [interval.as_list()[1:] for interval in (verdict.unadjusted_interval, verdict.interval)]
                 alone, together = (low - 1e-12 <= text <= high + 1e-12 for low, high in ends)
                 coverage.append((alone, wide[0] <= population <= wide[1] if wide else math.nan, differ))
                 hold &= together

@@ -282,7 +282,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
     if plan is None:
         note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
-        procedure.plan_notes, procedure.exploratory = [note], every_arm
+        procedure.plan_notes, procedure.exploratory_arms = [note], every_arm
         return
     changes, sources = _describe_changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
     shared = changes.pop("", [])
@@ -294,7 +294,7 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
 
     concerns_all = words or changes.keys() - present["arms"].keys()
     concerns_all = concerns_all or any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
-    procedure.exploratory = frozenset(pair for pair in every_arm if concerns_all or is_changed(*pair))
+    procedure.exploratory_arms = frozenset(pair for pair in every_arm if concerns_all or is_changed(*pair))
     names: dict[str, list[str]] = {}
     for name, arm_words in changes.items():
         names.setdefault(", ".join(arm_words), []).append(name)

@@ -24,10 +24,10 @@ from lm.statistics.verdicts import (
     Comparison,
     Obstacle,
     Verdict,
+    judge_comparisons,
     power,
     seeds_needed,
     smallest_difference,
-    verdicts,
 )
 
 FINISHED, UNFINISHED, DIVERGED_KEY = RUN_STATES = "finished", "unfinished", "diverged"
@@ -66,10 +66,10 @@ class Question:
     # rate is known yet
     rates: Mapping[str, Mapping[str, Rate | None] | None]
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
-    all_pairs: bool = False
+    must_hold_at_all_rates: bool = False
     # the names of the arms whose weights an arm starts from, by that arm
     sources: Mapping[str, list[str]] = field(default_factory=dict)
-    exploratory: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
+    exploratory_arms: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
     rate_heading: str = "rate"  # the heading of the column of rates
     # Runs are paired by seed, unless arms have seeds of their own: `unpaired` to the baseline's, or compared with the
     # number `target`, whose name stands in the place of the baseline's
@@ -88,10 +88,10 @@ class Question:
         return [*product(self.rates, self.arms[1:])]
 
     @property
-    def alpha(self) -> float:
+    def comparison_alpha(self) -> float:
         """Return the error rate of one comparison, such that all hold together; independence is the least favourable
         case."""
-        return Family(len(self.size_arms)).alpha
+        return Family(len(self.size_arms)).comparison_alpha
 
 
 def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
@@ -151,9 +151,9 @@ class Judgement:
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
         """Return the verdicts on all arms but the baseline, by size and arm."""
-        baseline, results = self.question.arms[0], verdicts(self.comparisons, self.primary.matters)
-        for size_arm in filter(results.__contains__, self.question.exploratory):
-            results[size_arm] = replace(results[size_arm], exploratory=True)
+        baseline, results = self.question.arms[0], judge_comparisons(self.comparisons, self.primary.matters)
+        for size_arm in filter(results.__contains__, self.question.exploratory_arms):
+            results[size_arm] = replace(results[size_arm], is_exploratory=True)
         # the finished runs that did not learn: their loss ends above the unigram cross-entropy
         has_note = {*np.flatnonzero(self._is_finished & (self.runs["note"] != ""))}
         for (size, arm), verdict in results.items() if has_note else ():
@@ -215,7 +215,8 @@ class Judgement:
         if not question.unpaired and n_seeds:
             document_estimate = self._document_estimate(*sides)
         return Comparison(
-            differences, place, sum(rate in shared_rates for rate in baseline_runs) or None, question.all_pairs,
+            differences, place, sum(rate in shared_rates for rate in baseline_runs) or None,
+            question.must_hold_at_all_rates,
             higher_is_better=self.primary.better == "higher", bounds=self._bounds,
             unpaired_values=tuple(values) if question.unpaired else None, document_estimate=document_estimate,
             obstacle=obstacle,
@@ -314,14 +315,14 @@ class Judgement:
         }  # fmt: skip
         if arm != question.arms[0]:
             verdict = self.verdicts[size, arm]
-            entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
+            entry |= {"verdict": verdict.label, "words": verdict.full_statement, "reason": verdict.reason}
             intervals = {
                 "difference": verdict.interval,
-                "alone": verdict.single_interval,
+                "alone": verdict.unadjusted_interval,
                 "over_seeds_and_documents": verdict.document_interval,
             }
             entry |= {name: interval and json_value(interval.as_list()) for name, interval in intervals.items()}
-            entry["p"] = verdict.p if verdict.seeds else None
+            entry["p"] = verdict.p if verdict.seed_count else None
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry
 
@@ -331,7 +332,7 @@ class Judgement:
         these, on the expected `primary.spread`. With fewer than MIN_SEEDS seeds a sentence says that there is no
         verdict.
         """
-        primary, margin, alpha = self.primary, self.primary.matters, self.question.alpha
+        primary, margin, alpha = self.primary, self.primary.matters, self.question.comparison_alpha
         if seed_count < MIN_SEEDS:
             yield f"NO VERDICT: a verdict takes {MIN_SEEDS} seeds, not {seed_count}: add seeds"
             return
@@ -392,7 +393,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     columns = column("size", [entry["size"] or None for entry in entries], kind="label")
     columns += column("arm", [entry["arm"] for entry in entries], kind="label")
     # first, so that it is in sight on a narrow screen
-    columns += column("verdict", [verdict and verdict.words for verdict in verdicts], kind="words")
+    columns += column("verdict", [verdict and verdict.full_statement for verdict in verdicts], kind="words")
     columns += column(
         question.rate_heading, [None if entry["rate"] is None else f"{entry['rate']:g}" for entry in entries]
     )
@@ -413,7 +414,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
         "difference",
     )
     columns += column(
-        "p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted"
+        "p", [f"{verdict.p:.2g}" if verdict and verdict.seed_count else None for verdict in verdicts], "adjusted"
     )
     return Table("Summary", "", tuple(columns))
 
@@ -433,7 +434,7 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
     for entry in entries:
         if "verdict" in entry:
             arm = " ".join(filter(None, (entry["size"], entry["arm"])))
-            open_question = judgement.verdicts[entry["size"], entry["arm"]].open_reason
+            open_question = judgement.verdicts[entry["size"], entry["arm"]].no_answer_reason
             reason = entry["reason"].removeprefix(open_question).lstrip(":; ")  # the verdict's words end with it
             print(": ".join(filter(None, (arm, entry["words"], reason))))
     print(*notes, sep="\n", end="\n" * len(notes))
@@ -463,7 +464,7 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
             squares += 2 * (residuals**2).sum()
             paired_degrees += (shared.shape[0] - 1) * (shared.shape[1] - 1)
     paired = _pooled_spread(squares, paired_degrees, largest)
-    designs = {"paired by seed": (paired[0], 1)} if paired else {}  # spread and `arms` of `power`
+    designs = {"paired by seed": (paired[0], 1)} if paired else {}  # spread and `degrees_per_seed` of `power`
     designs |= {"unpaired": (math.sqrt(2) * single[0], 2), "against a number": (single[0], 1)}
     designs = {name: design for name, design in designs.items() if design[0]}  # equal runs say nothing of others
     noise = {
@@ -476,7 +477,10 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
         },
     }
     if difference is not None and designs:
-        counts = {name: seeds_needed(spread, difference, arms=arms) for name, (spread, arms) in designs.items()}
+        counts = {
+            name: seeds_needed(spread, difference, degrees_per_seed=degrees)
+            for name, (spread, degrees) in designs.items()
+        }
         noise["seeds_needed"] = {"difference": difference} | counts
     return noise
 

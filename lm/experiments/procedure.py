@@ -104,7 +104,7 @@ class Procedure:
         self.experiment, self._read = experiment, read
         # what the experiment's recorded plan says (`lm.experiments.compare`): what differs from it, in
         # sentences, and the sizes and arms whose verdicts are exploratory for that
-        self.plan_notes, self.exploratory = list[str](), frozenset[SizeArm]()
+        self.plan_notes, self.exploratory_arms = list[str](), frozenset[SizeArm]()
         self._arms = {arm.name: arm for arm in experiment.arms}
         self._ended_outcomes: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
@@ -311,9 +311,9 @@ class Procedure:
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
-            all_pairs=experiment.primary.metric != experiment.choice_metric,
+            must_hold_at_all_rates=experiment.primary.metric != experiment.choice_metric,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
-            exploratory=self.exploratory,
+            exploratory_arms=self.exploratory_arms,
             rate_heading=experiment.tune.key,
             measured_on=experiment.data_words(experiment.primary.metric, "report"),
         )

@@ -15,7 +15,7 @@ from numpy.polynomial import Chebyshev
 
 ALPHA = 0.05  # probability that an interval, or any interval of a family, misses the true value
 MIN_DOCUMENTS = 3  # an interval over fewer documents says nothing
-MIN_CROSSED_DOCUMENTS = 8  # fewest documents of an interval over seeds and documents at once
+MIN_DOCUMENTS_WITH_SEEDS = 8  # fewest documents of an interval over seeds and documents at once
 _NORMAL_QUANTILE = 1.959963984540054  # 97.5 % quantile of the normal distribution
 MAX_CORRELATION = 0.5  # largest correlation that is credited: the one of arms that scatter like their baseline
 CORRELATION_STEP = 0.05  # correlations are rounded down to a multiple, so that experiments share quadratures
@@ -65,7 +65,7 @@ class Estimate:
     noise_source: str  # the units whose noise the intervals cover, as in `Interval`
     # other estimates of the same means: intervals of this estimate are at least as long as the intervals of each of
     # them
-    floors: tuple["Estimate", ...] = ()
+    minimum_width_estimates: tuple["Estimate", ...] = ()
 
     def half_width(self, alpha: float = ALPHA) -> np.ndarray:
         """Return half the length of the interval of each mean, (...,), which misses the true mean with probability
@@ -76,7 +76,7 @@ class Estimate:
         """
         exact_half = np.where(0.5 ** (self.degrees + 1) <= alpha / 2, 0.0, np.inf)
         half = np.where(self.error == 0, exact_half, scipy.special.stdtrit(self.degrees, 1 - alpha / 2) * self.error)
-        return np.maximum.reduce([half, *(floor.half_width(alpha) for floor in self.floors)])
+        return np.maximum.reduce([half, *(floor.half_width(alpha) for floor in self.minimum_width_estimates)])
 
     def p(self, sign: int) -> np.ndarray:
         """Return the one-sided p, (...,), of the hypothesis that the mean is at least 0 (`sign` 1), or at most 0
@@ -123,18 +123,21 @@ def interval_over_questions(values: np.ndarray, weights: np.ndarray, groups: np.
 
 
 def is_unlearned(
-    mean: float, level: float, better: str, values: np.ndarray, weights: np.ndarray, groups: np.ndarray | None
+    mean: float, unlearned_level: float, better: str, values: np.ndarray, weights: np.ndarray, groups: np.ndarray | None
 ) -> bool:
-    """Return whether `mean` is not better than `level`, the value of the metric for a model that has learned nothing.
-    False if `level` or `mean` is NaN.
+    """Return whether `mean` is not better than `unlearned_level`, the value of the metric for a model that has learned
+    nothing. False if `unlearned_level` or `mean` is NaN.
 
-    A fraction of right answers is better only if the lower end of its 95 % interval is above `level`. Such a metric has
-    `groups`, values within 0 and 1, and higher is better. `values`, `weights` and `groups` are as for
-    `interval_over_questions`; `better` is `lower` or `higher`."""
+    A fraction of right answers is better only if the lower end of its 95 % interval is above `unlearned_level`. Such
+    a metric has `groups`, values within 0 and 1, and higher is better. `values`, `weights` and `groups` are as for
+    `interval_over_questions`; `better` is `lower` or `higher`.
+    """
     if better == "lower":
-        return bool(mean >= level)
-    is_fraction = groups is not None and mean > level and ((values >= 0) & (values <= 1)).all()
-    return bool((interval_over_questions(values, weights, groups, mean).low if is_fraction else mean) <= level)
+        return bool(mean >= unlearned_level)
+    is_fraction = groups is not None and mean > unlearned_level and ((values >= 0) & (values <= 1)).all()
+    return bool(
+        (interval_over_questions(values, weights, groups, mean).low if is_fraction else mean) <= unlearned_level
+    )
 
 
 def interval_over_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval | None:
@@ -160,11 +163,13 @@ def interval_over_documents(values: np.ndarray, weights: np.ndarray, groups: np.
     noise_source = f"{'documents' if len(np.unique(labels)) < len(labels) else 'sequences'}, 1 seed"
     if not np.isfinite(values).all():
         return Interval(np.nan, np.nan, np.nan, noise_source)
-    (mean,), variance, degrees = _mean_variance(values[:, None], weights, labels)
+    (mean,), variance, degrees = _means_and_variances(values[:, None], weights, labels)
     return _make_estimate(mean, variance[0], degrees, np.abs(values).max(), noise_source).interval()
 
 
-def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+def _means_and_variances(
+    values: np.ndarray, weights: np.ndarray, labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
     """Return means, their variances and their degrees of freedom, as in `interval_over_documents`. `values` is (units,
     columns); `labels`, (units,), numbers the documents of the units from 0."""
     fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
@@ -220,7 +225,7 @@ def welch_estimate(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     return Estimate(arm.mean - baseline.mean, np.sqrt(variance), degrees, noise_source)
 
 
-def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tuple[np.ndarray, np.ndarray]:
+def bounded_mean_ends(values: np.ndarray, low: float, high: float, tail: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the ends, (...,), of intervals of means of independent values between `low` and `high`; `values` is (...,
     n). Either end misses the true mean with probability `tail`.
 
@@ -233,7 +238,7 @@ def bounded_ends(values: np.ndarray, low: float, high: float, tail: float) -> tu
 
 
 def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
-    """Return the upper ends of the intervals that `bounded_ends` returns."""
+    """Return the upper ends of the intervals that `bounded_mean_ends` returns."""
     from scipy.optimize.elementwise import find_root  # `scipy` doesn't import it at its first use
 
     *shape, count = values.shape
@@ -246,13 +251,13 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
         residuals = rows[row] - end[:, None]
         positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
         first = positive[:, positive.shape[1] - (positive > 0).sum(1).max() :]
-        return _probability_of_more(first, negative[:, : (negative > 0).sum(1).max()]) ** power - tail**power
+        return _probability_of_larger_sum(first, negative[:, : (negative > 0).sum(1).max()]) ** power - tail**power
 
     ends = find_root(excess, (means, np.full(len(means), float(high))), args=(np.arange(len(means)),)).x
     return np.where(means < high, ends, means).reshape(shape)
 
 
-def _probability_of_more(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+def _probability_of_larger_sum(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return the probability, (...,), that exponential times of means `first`, (..., k), have a larger sum than
     exponential times of means `second`, (..., l).
 
@@ -303,16 +308,18 @@ def estimate_over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, g
         weights, groups: (units,), as in `interval_over_documents`.
 
     Returns:
-        None if there are fewer than two seeds or `MIN_CROSSED_DOCUMENTS` documents, or a value is not finite.
+        None if there are fewer than two seeds or `MIN_DOCUMENTS_WITH_SEEDS` documents, or a value is not finite.
     """
     (*outer_shape, seeds, units), labels = values.shape, np.unique(groups, return_inverse=True)[1]
     document_weights = np.bincount(labels, weights)
     has_weight = document_weights > 0
-    if seeds < 2 or has_weight.sum() < MIN_CROSSED_DOCUMENTS or not np.isfinite(values).all():
+    if seeds < 2 or has_weight.sum() < MIN_DOCUMENTS_WITH_SEEDS or not np.isfinite(values).all():
         return None
     seed_means = values @ weights / weights.sum()
     seed_variance, seed_degrees = seed_means.var(-1, ddof=1) / seeds, seeds - 1
-    mean, document_variance, document_degrees = _mean_variance(values.mean(-2).reshape(-1, units).T, weights, labels)
+    mean, document_variance, document_degrees = _means_and_variances(
+        values.mean(-2).reshape(-1, units).T, weights, labels
+    )
     mean, document_variance = mean.reshape(outer_shape), document_variance.reshape(outer_shape)
     document_sums = np.zeros((len(document_weights), *values.T.shape[1:]))
     np.add.at(document_sums, labels, (weights * values).T)
@@ -329,7 +336,7 @@ def estimate_over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, g
     floors = tuple(_make_estimate(mean, *source, largest_value, noise_source) for source in sources)
     return replace(
         _make_estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, noise_source),
-        floors=floors,
+        minimum_width_estimates=floors,
     )
 
 
@@ -403,16 +410,18 @@ class Family:
     too.
 
     A group holds comparisons that share a baseline, so that their differences are correlated. Different groups and
-    `n_independent` further comparisons are taken as independent, which is cautious (Sidak 1967).
+    `n_independent_comparisons` further comparisons are taken as independent, which is cautious (Sidak 1967).
     """
 
-    n_independent: int = 1
-    groups: tuple[tuple[int, int, float], ...] = ()  # comparisons, degrees of freedom, correlation of each group
+    n_independent_comparisons: int = 1
+    correlated_groups: tuple[
+        tuple[int, int, float], ...
+    ] = ()  # comparisons, degrees of freedom, correlation of each group
 
     @property
     def n_comparisons(self) -> int:
         """Return the number of comparisons."""
-        return self.n_independent + sum(count for count, *_ in self.groups)
+        return self.n_independent_comparisons + sum(count for count, *_ in self.correlated_groups)
 
     def joint_p(self, p: np.ndarray | float) -> np.ndarray:
         """Return the probability that at least one comparison without a difference has a two-sided p of at most `p`."""
@@ -420,13 +429,13 @@ class Family:
         if self.n_comparisons <= 1:
             return p
         single = -np.log1p(-np.minimum(p, 1 - 1e-16))  # minus log of the probability that one comparison has no such p
-        surprise = self.n_independent * single
-        for ratio in starmap(_log_ratio, self.groups):
+        surprise = self.n_independent_comparisons * single
+        for ratio in starmap(_joint_tail_interpolation, self.correlated_groups):
             surprise = surprise + single * np.exp(ratio(np.clip(np.log(np.maximum(single, 1e-300)), *ratio.domain)))
         return np.where(p >= 1, 1.0, -np.expm1(-surprise))
 
     @cached_property
-    def alpha(self) -> float:
+    def comparison_alpha(self) -> float:
         """Return the error rate of one comparison's interval, such that all intervals hold together with 95 %."""
         if self.n_comparisons <= 1:
             return ALPHA
@@ -436,7 +445,7 @@ class Family:
 
 
 @lru_cache(maxsize=1 << 12)
-def _log_ratio(count: int, degrees: float, correlation: float) -> Chebyshev:
+def _joint_tail_interpolation(count: int, degrees: float, correlation: float) -> Chebyshev:
     """Return an interpolation of `joint_tail_probability` for a group. With l(P) = -log(1 - P) it gives log(l(joint p)
     / l(p)) as a function of log l(p), where p is of one comparison."""
 

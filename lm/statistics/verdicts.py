@@ -21,7 +21,7 @@ from lm.statistics.intervals import (
     Estimate,
     Family,
     Interval,
-    bounded_ends,
+    bounded_mean_ends,
     estimate_over_seeds,
     mean_correlation,
     welch_estimate,
@@ -45,8 +45,8 @@ UNTUNED_OBSTACLE: Obstacle = (
     "other values",
     "no best learning rate inside the grid",
 )
-Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its size
-Ends = tuple[np.ndarray, np.ndarray]  # lower and upper ends of intervals
+ArmName = TypeVar("ArmName", bound=Hashable)  # name of an arm, or of an arm and its size
+IntervalEnds = tuple[np.ndarray, np.ndarray]  # lower and upper ends of intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,21 +57,21 @@ class Comparison:
     # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for
     # several learning rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best
     # rates (`combine_over_rates`). Several comparisons that are alike may be one, along a first axis
-    rate_differences: np.ndarray | Sequence[float]
-    judged_pair: tuple[int, int] = (0, 0)  # indices in `rate_differences` of the pair of rates that are judged
+    metric_differences: np.ndarray | Sequence[float]
+    judged_rate_pair: tuple[int, int] = (0, 0)  # indices in `metric_differences` of the pair of rates that are judged
     # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it
     # is worse than the baseline at one of these rates. None: all rates
     n_shared_rates: int | None = None
     # whether the claim must hold at every pair of rates, since the best rates were chosen by another metric
-    all_pairs: bool = False
+    must_hold_at_all_rates: bool = False
     # whether higher values of the metric are better: an arm's best rate is then the rate of its highest value
     higher_is_better: bool = False
     # the least and the greatest possible value: of a difference, or of an arm's runs where they are not paired. None:
     # values have no such bounds
     bounds: tuple[float, float] | None = None
     # values of the arm, (its rates, its seeds), and of the baseline, where their runs are not paired. The pairs in
-    # `rate_differences` are then arbitrary, and as many as the smaller number of seeds
-    unpaired_values: Ends | None = None
+    # `metric_differences` are then arbitrary, and as many as the smaller number of seeds
+    unpaired_values: IntervalEnds | None = None
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
     document_estimate: Estimate | None = None
     obstacle: Obstacle | None = None  # such as a run that diverged, or seeds that have not ended; None: none is known
@@ -80,12 +80,12 @@ class Comparison:
     def differences_by_rate(self) -> np.ndarray:
         """Return the differences as an array, (the arm's rates, the baseline's rates, seeds). If many comparisons are
         stacked as one, their number is a first dimension."""
-        return np.array(self.rate_differences, dtype=float, order="C", ndmin=3)  # sums depend on the order
+        return np.array(self.metric_differences, dtype=float, order="C", ndmin=3)  # sums depend on the order
 
     @property
     def differences(self) -> np.ndarray:
-        """Return each seed's difference between arm and baseline at the rates of `judged_pair`, (seeds,)."""
-        return self.differences_by_rate[(..., *self.judged_pair, slice(None))]
+        """Return each seed's difference between arm and baseline at the rates of `judged_rate_pair`, (seeds,)."""
+        return self.differences_by_rate[(..., *self.judged_rate_pair, slice(None))]
 
     @property
     def rate_counts(self) -> tuple[int, int]:
@@ -101,74 +101,76 @@ class Comparison:
             else welch_estimate(*self.unpaired_values)
         )
 
-    def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> Ends:
+    def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> IntervalEnds:
         """Return the ends of the interval of the difference between arms at their best rates, which misses the true
-        difference with probability `alpha`. This interval contains the interval at the one pair of rates `judged_pair`.
-        Ends that depend on a NaN are NaN.
+        difference with probability `alpha`. This interval contains the interval at the one pair of rates
+        `judged_rate_pair`. IntervalEnds that depend on a NaN are NaN.
 
         estimates: of the differences at each pair of rates, (the arm's rates, the baseline's rates), such as estimates
         over seeds and documents; None: over seeds.
         """
         estimates = estimates or self.estimates
-        low, high = self._over_rates(lambda alpha: self._student_t_ends(estimates, alpha), alpha)
+        low, high = self._ends_at_best_rates(lambda alpha: self._student_t_ends(estimates, alpha), alpha)
         if not self.bounds:
             return low, high
         # That there is a difference rests on Student's t. That there is none above a margin takes enough seeds to see
-        # an arm that fails in some of them: an end that doesn't leave out 0 reaches as far as `_bounded_ends`. It may
-        # miss with the whole `alpha`, as the truth is on one side.
+        # an arm that fails in some of them: an end that doesn't leave out 0 reaches as far as `_bounded_metric_ends`.
+        # It may miss with the whole `alpha`, as the truth is on one side.
         least, greatest = self.bounds if self.unpaired_values is None else (-np.ptp(self.bounds), np.ptp(self.bounds))
-        bounded_low, bounded_high = self._over_rates(self._bounded_ends, alpha)
+        bounded_low, bounded_high = self._ends_at_best_rates(self._bounded_metric_ends, alpha)
         low = np.where(low > 0, low, np.maximum(np.minimum(low, bounded_low), least))
         return low, np.where(high < 0, high, np.minimum(np.maximum(high, bounded_high), greatest))
 
-    def _over_rates(self, ends: Callable[[float], Ends], alpha: float) -> Ends:
+    def _ends_at_best_rates(self, ends: Callable[[float], IntervalEnds], alpha: float) -> IntervalEnds:
         """Return the ends of the interval at the arms' best rates. `ends` returns the ends at each pair of rates, for a
         given alpha."""
 
-        def oriented(alpha: float) -> Ends:  # an arm's best rate is that of its lowest value
+        def oriented(alpha: float) -> IntervalEnds:  # an arm's best rate is that of its lowest value
             low, high = ends(alpha)
             return (-high, -low) if self.higher_is_better else (low, high)
 
-        low, high = (end[(..., *self.judged_pair)] for end in oriented(alpha))
+        low, high = (end[(..., *self.judged_rate_pair)] for end in oriented(alpha))
         if self.rate_counts != (1, 1):
             shared = slice(self.n_shared_rates)
-            arm_rates, base_rates = (1, 1) if self.all_pairs else self.differences_by_rate[..., shared, 0].shape[-2:]
-            highest = combine_over_rates(oriented(alpha / arm_rates)[1], self.all_pairs)
+            arm_rates, base_rates = (
+                (1, 1) if self.must_hold_at_all_rates else self.differences_by_rate[..., shared, 0].shape[-2:]
+            )
+            highest = combine_over_rates(oriented(alpha / arm_rates)[1], self.must_hold_at_all_rates)
             lowest = oriented(alpha / base_rates)[0][..., shared].swapaxes(-1, -2)
-            low = np.minimum(low, -combine_over_rates(-lowest, self.all_pairs))
+            low = np.minimum(low, -combine_over_rates(-lowest, self.must_hold_at_all_rates))
             high = np.maximum(high, highest)
         return (0.0 - high, 0.0 - low) if self.higher_is_better else (low, high)  # no -0.0
 
-    def _student_t_ends(self, estimates: Estimate, alpha: float) -> Ends:
+    def _student_t_ends(self, estimates: Estimate, alpha: float) -> IntervalEnds:
         """Return the ends of the interval of each mean by Student's t.
 
         Where all seeds agree in a bounded metric, the exact test only says whether the interval leaves out 0. The end
-        next to 0 is then taken from `_bounded_ends`.
+        next to 0 is then taken from `_bounded_metric_ends`.
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half
         if self.bounds and (is_tied := estimates.error == 0).any():
             # half as large a tail as that of an end on the far side of 0
-            (bounded_low, bounded_high), without_0 = self._bounded_ends(alpha / 2), half == 0
+            (bounded_low, bounded_high), without_0 = self._bounded_metric_ends(alpha / 2), half == 0
             near_low, near_high = np.maximum(bounded_low, _JUST_ABOVE_0), np.minimum(bounded_high, -_JUST_ABOVE_0)
             tied_low = np.where(without_0 & (estimates.mean > 0), near_low, np.minimum(estimates.mean, 0))
             tied_high = np.where(without_0 & (estimates.mean < 0), near_high, np.maximum(estimates.mean, 0))
             low, high = np.where(is_tied, tied_low, low), np.where(is_tied, tied_high, high)
         return low, high
 
-    def _bounded_ends(self, alpha: float) -> Ends:
+    def _bounded_metric_ends(self, alpha: float) -> IntervalEnds:
         """Return the ends of the interval of each mean of a bounded metric, at each pair of rates. They hold for any
         distribution; either end misses the true mean with probability `alpha`."""
         if self.unpaired_values is None:
-            return bounded_ends(self.differences_by_rate, *self.bounds, alpha)
+            return bounded_mean_ends(self.differences_by_rate, *self.bounds, alpha)
         (low, high), (base_low, base_high) = (
-            bounded_ends(values, *self.bounds, alpha / 2) for values in self.unpaired_values
+            bounded_mean_ends(values, *self.bounds, alpha / 2) for values in self.unpaired_values
         )
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
     def fewest_agreeing_seeds(self, margin: float, alpha: float) -> int:
-        """Return the fewest seeds with which `_bounded_ends` can lie within `margin`, which happens if all seeds agree.
-        Return 0 if the metric has no bounds.
+        """Return the fewest seeds with which `_bounded_metric_ends` can lie within `margin`, which happens if all seeds
+        agree. Return 0 if the metric has no bounds.
 
         With this number of seeds, (1 - margin)^seeds of an accuracy is at most `alpha`; for unpaired runs, half of
         `alpha`."""
@@ -185,14 +187,14 @@ class Comparison:
         p is at most `alpha` where `interval_ends(alpha)` leave out 0. For equal differences the sign-flip test gives p.
         """
 
-        def claim_p(p: np.ndarray, judged_pair: tuple[int, int], n_shared_rates: int | None) -> np.ndarray:
+        def claim_p(p: np.ndarray, judged_rate_pair: tuple[int, int], n_shared_rates: int | None) -> np.ndarray:
             shared_p = p[..., :n_shared_rates, :]
-            corrected_p = shared_p if self.all_pairs else np.minimum(1.0, shared_p.shape[-2] * shared_p)
-            return np.maximum(p[(..., *judged_pair)], combine_over_rates(corrected_p, self.all_pairs))
+            corrected_p = shared_p if self.must_hold_at_all_rates else np.minimum(1.0, shared_p.shape[-2] * shared_p)
+            return np.maximum(p[(..., *judged_rate_pair)], combine_over_rates(corrected_p, self.must_hold_at_all_rates))
 
         sign = -1 if self.higher_is_better else 1
-        p_better = claim_p(self.estimates.p(sign), self.judged_pair, None)
-        p_worse = claim_p(self.estimates.p(-sign).swapaxes(-1, -2), self.judged_pair[::-1], self.n_shared_rates)
+        p_better = claim_p(self.estimates.p(sign), self.judged_rate_pair, None)
+        p_worse = claim_p(self.estimates.p(-sign).swapaxes(-1, -2), self.judged_rate_pair[::-1], self.n_shared_rates)
         return np.minimum(1.0, 2 * np.minimum(p_better, p_worse))
 
 
@@ -210,36 +212,36 @@ class Verdict:
     # the ends of its 95 % interval (chi squared). A number is None above `MAX_SEEDS`; None in place of all three:
     # unknown
     seeds_needed: tuple[int | None, int | None, int | None] | None
-    single_interval: Interval | None = None  # the 95 % interval of this difference by itself
+    unadjusted_interval: Interval | None = None  # the 95 % interval of this difference by itself
     # the interval over seeds and documents; None where there are too few seeds or documents
     document_interval: Interval | None = None
-    exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
+    is_exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
     margin: float = math.nan  # the smallest difference of interest
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
-    open_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
-    seeds: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested
+    no_answer_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
+    seed_count: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested
 
     @property
     def label(self) -> str:
         """Return the verdict's kind for tables that programs read, preceded by `exploratory: ` if the verdict is
         exploratory."""
-        return f"{'exploratory: ' if self.exploratory else ''}{self.kind}"
+        return f"{'exploratory: ' if self.is_exploratory else ''}{self.kind}"
 
     @property
     def statement(self) -> str:
         """Return the verdict in plain words with its margin, such as `no difference above 0.01`."""
-        if self.open_reason:
-            return f"{self.kind}: {self.open_reason}"
+        if self.no_answer_reason:
+            return f"{self.kind}: {self.no_answer_reason}"
         if self.kind in ("better", "worse"):
             return f"{self.kind}{' by more' if self.exceeds_margin else ', perhaps by less'} than {self.margin:g}"
         article = "a " if self.kind == "difference below margin" else ""
         return f"{article}{self.kind.removesuffix('margin')}{self.margin:g}"
 
     @property
-    def words(self) -> str:
+    def full_statement(self) -> str:
         """Return the `statement` with its number of seeds, after `exploratory: ` if the verdict is exploratory."""
-        return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (
-            f" ({self.interval.noise_source})" if self.seeds else ""
+        return f"{'exploratory: ' if self.is_exploratory else ''}{self.statement}" + (
+            f" ({self.interval.noise_source})" if self.seed_count else ""
         )
 
 
@@ -248,35 +250,42 @@ def seed_count_text(count: int) -> str:
     return f"{count} seed{'' if count == 1 else 's'}"
 
 
-def verdicts(comparisons: Mapping[Name, Comparison], matters: float) -> dict[Name, Verdict]:
+def judge_comparisons(comparisons: Mapping[ArmName, Comparison], matters: float) -> dict[ArmName, Verdict]:
     """Return the verdict on each arm, or pair of an arm and a size. All comparisons are one family, whose intervals
     hold together.
 
     Each comparison has one interval over seeds, by Student's t, at the level at which all intervals hold together with
-    95 % (`family_of`). Its verdict follows from this interval alone. With a probability of 95 % all intervals contain
-    the true differences, and then no verdict of any kind is false. A comparison that can't be tested counts in the
-    family.
+    95 % (`comparison_family`). Its verdict follows from this interval alone. With a probability of 95 % all intervals
+    contain the true differences, and then no verdict of any kind is false. A comparison that can't be tested counts in
+    the family.
 
     Args:
         comparisons: the comparison of each arm with the baseline, by name.
         matters: smallest difference of interest, above 0, in the metric's unit, fixed before any run.
     """
-    stacks, found = stack_comparisons(comparisons), dict[Name, Verdict]()
-    family = family_of(stacks)
+    stacks, found = stack_comparisons(comparisons), dict[ArmName, Verdict]()
+    family = comparison_family(stacks)
     for stack, members in stacks:
         found.update(zip(members, _stack_verdicts(stack, [*members.values()], matters, family), strict=True))
     return {name: found[name] for name in comparisons}
 
 
-Stack = tuple[Comparison, dict[Name, Comparison]]  # comparisons that are alike as one, and these comparisons
+ComparisonStack = tuple[
+    Comparison, dict[ArmName, Comparison]
+]  # comparisons that are alike as one, and these comparisons
 
 
-def stack_comparisons(comparisons: Mapping[Name, Comparison]) -> list[Stack]:
+def stack_comparisons(comparisons: Mapping[ArmName, Comparison]) -> list[ComparisonStack]:
     """Join comparisons with equally many rates and seeds, so that thousands of them are computed at once."""
-    stacks = defaultdict[tuple, dict[Name, Comparison]](dict)
+    stacks = defaultdict[tuple, dict[ArmName, Comparison]](dict)
     for name, comparison in comparisons.items():
         shapes = comparison.differences_by_rate.shape, *(values.shape for values in comparison.unpaired_values or ())
-        design = comparison.judged_pair, comparison.n_shared_rates, comparison.all_pairs, comparison.higher_is_better
+        design = (
+            comparison.judged_rate_pair,
+            comparison.n_shared_rates,
+            comparison.must_hold_at_all_rates,
+            comparison.higher_is_better,
+        )
         stacks[shapes, design, comparison.bounds][name] = comparison
     results = []
     for members in stacks.values():
@@ -284,11 +293,11 @@ def stack_comparisons(comparisons: Mapping[Name, Comparison]) -> list[Stack]:
         differences = np.stack([member.differences_by_rate for member in members.values()])
         sides = zip(*(member.unpaired_values or () for member in members.values()), strict=True)
         unpaired_values = tuple(map(np.stack, sides)) or None
-        results.append((replace(first, rate_differences=differences, unpaired_values=unpaired_values), members))
+        results.append((replace(first, metric_differences=differences, unpaired_values=unpaired_values), members))
     return results
 
 
-def family_of(stacks: Iterable[Stack]) -> Family:
+def comparison_family(stacks: Iterable[ComparisonStack]) -> Family:
     """Return the joint distribution of comparisons, by which their intervals hold together.
 
     Comparisons of paired runs with equally many seeds are one group, as the baseline's noise is in all of them; their
@@ -329,23 +338,23 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     rows, source = [[math.nan] * 8] * len(members), ""
     if seeds > 1:
-        estimates, pair, source = stack.estimates, (..., *stack.judged_pair), stack.estimates.noise_source
-        ends = *stack.interval_ends(family.alpha), *stack.interval_ends()
+        estimates, pair, source = stack.estimates, (..., *stack.judged_rate_pair), stack.estimates.noise_source
+        ends = *stack.interval_ends(family.comparison_alpha), *stack.interval_ends()
         columns = estimates.mean[pair], *ends, family.joint_p(stack.p), estimates.error[pair], estimates.degrees[pair]
         rows = zip(*(column.tolist() for column in columns), strict=True)
     all_finite = np.isfinite(stack.differences_by_rate).all((1, 2, 3)).tolist()
     for member, row, is_finite in zip(members, rows, all_finite, strict=True):
         mean, low, high, low_alone, high_alone, joint_p, error, degrees = row
-        interval = single_interval = needed_seeds = document_interval = None
+        interval = unadjusted_interval = needed_seeds = document_interval = None
         obstacle = member.obstacle
         if seeds > 1:
             interval = Interval(mean, low, high, source)
-            single_interval = Interval(mean, low_alone, high_alone, source)
+            unadjusted_interval = Interval(mean, low_alone, high_alone, source)
         if seeds > 1 and is_finite:
-            needed_seeds = _seed_numbers(stack, error, degrees, margin, family.alpha)
+            needed_seeds = _needed_seed_counts(stack, error, degrees, margin, family.comparison_alpha)
         if documents := member.document_estimate:
-            ends = map(float, member.interval_ends(family.alpha, documents))
-            document_interval = Interval(float(documents.mean[member.judged_pair]), *ends, documents.noise_source)
+            ends = map(float, member.interval_ends(family.comparison_alpha, documents))
+            document_interval = Interval(float(documents.mean[member.judged_rate_pair]), *ends, documents.noise_source)
         if obstacle:
             pass
         elif not is_finite:  # at any rate, as a verdict is on all of them
@@ -353,13 +362,13 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
         elif seeds < MIN_SEEDS:
             reason = f"{seed_count_text(seeds)} in common" if is_paired else f"an arm has {seed_count_text(seeds)}"
             obstacle = "incomplete", reason, f"a verdict takes {MIN_SEEDS} seeds"
-        kind, reason, open_reason = obstacle or _kind_and_reason(
-            stack, interval, joint_p, error == 0, needed_seeds, margin, family.alpha
+        kind, reason, no_answer_reason = obstacle or _kind_and_reason(
+            stack, interval, joint_p, error == 0, needed_seeds, margin, family.comparison_alpha
         )
         yield Verdict(
-            kind, reason, interval, 1.0 if obstacle else joint_p, needed_seeds, single_interval,
-            document_interval, margin=margin, open_reason=open_reason,
-            exceeds_margin=not obstacle and max(low, -high) >= margin, seeds=0 if obstacle else seeds,
+            kind, reason, interval, 1.0 if obstacle else joint_p, needed_seeds, unadjusted_interval,
+            document_interval, margin=margin, no_answer_reason=no_answer_reason,
+            exceeds_margin=not obstacle and max(low, -high) >= margin, seed_count=0 if obstacle else seeds,
         )  # fmt: skip
 
 
@@ -416,7 +425,7 @@ def _kind_and_reason(
     return "undecided", finding, "the interval is too wide"
 
 
-def _seed_numbers(
+def _needed_seed_counts(
     stack: Comparison, error: float, degrees: float, margin: float, alpha: float
 ) -> tuple[int | None, int | None, int | None]:
     """Return the numbers of seeds that detect a difference of `margin` (`Verdict.seeds_needed`). They follow from the
@@ -425,19 +434,23 @@ def _seed_numbers(
     count = stack.differences_by_rate.shape[-1]
     if stack.unpaired_values:
         count = 2 / sum(1 / values.shape[-1] for values in stack.unpaired_values)  # harmonic mean
-    rates = 1 if stack.all_pairs else max(1, *stack.differences_by_rate[..., : stack.n_shared_rates, 0].shape[-2:])
+    rates = (
+        1
+        if stack.must_hold_at_all_rates
+        else max(1, *stack.differences_by_rate[..., : stack.n_shared_rates, 0].shape[-2:])
+    )
     spread, arms = math.sqrt(count) * error, degrees / (count - 1)
-    factors = 1.0, *_spread_factors(degrees)
+    factors = 1.0, *_std_interval_factors(degrees)
     return tuple(seeds_needed(spread * factor, margin, alpha / rates, arms) for factor in factors)
 
 
 @lru_cache  # the arms of a table have equally many seeds
-def _spread_factors(degrees: float) -> tuple[float, float]:
+def _std_interval_factors(degrees: float) -> tuple[float, float]:
     """Return the ends of the 95 % interval of a standard deviation, divided by the measured one."""
     return tuple(math.sqrt(degrees / chdtri(degrees, tail)) for tail in (0.025, 0.975))
 
 
-def combine_over_rates(values: np.ndarray, all_pairs: bool) -> np.ndarray:
+def combine_over_rates(values: np.ndarray, must_hold_at_all_rates: bool) -> np.ndarray:
     """Return the p, or the end of an interval, of the claim that arm A is better than arm B, each at its best rate.
 
     The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least p over A's
@@ -446,51 +459,51 @@ def combine_over_rates(values: np.ndarray, all_pairs: bool) -> np.ndarray:
 
     Args:
         values: (..., rates of A, rates of B), p or ends of intervals, corrected for the number of A's rates.
-        all_pairs: whether the claim must hold at every pair of rates; values are then not corrected.
+        must_hold_at_all_rates: whether the claim must hold at every pair of rates; values are then not corrected.
     """
-    return values.max((-2, -1)) if all_pairs else values.min(-2).max(-1)
+    return values.max((-2, -1)) if must_hold_at_all_rates else values.min(-2).max(-1)
 
 
-def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> float:
+def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA, degrees_per_seed: float = 1) -> float:
     """Return the probability that a two-sided test at `alpha` finds a mean `difference`.
 
     spread: the standard deviation over seeds of paired differences; for unpaired runs, the root of the sum of both
     arms' variances.
-    arms: degrees of freedom per seed: 1 for pairs, 2 for unpaired runs of two arms that scatter alike.
+    degrees_per_seed: degrees of freedom per seed: 1 for pairs, 2 for unpaired runs of two arms that scatter alike.
     """
     if spread == 0:  # the sign-flip test decides
         return float(bool(difference) and 2.0 ** (1 - seeds) <= alpha)
-    degrees = arms * (seeds - 1)
+    degrees = degrees_per_seed * (seeds - 1)
     critical_value, shift = stdtrit(degrees, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
     # NaN stands for a probability that is too small to be represented.
     lower_tail, upper_cdf = np.fmax(nctdtr(degrees, shift, [-critical_value, critical_value]), 0)
     return float(1 - upper_cdf + lower_tail)
 
 
-def smallest_difference(seeds: int, spread: float, arms: float = 1, alpha: float = ALPHA) -> float:
+def smallest_difference(seeds: int, spread: float, degrees_per_seed: float = 1, alpha: float = ALPHA) -> float:
     """Return the difference that `seeds` seeds find with probability `POWER`; arguments are as for `power`."""
-    return spread * _smallest_effect(seeds, alpha, arms)
+    return spread * _smallest_effect(seeds, alpha, degrees_per_seed)
 
 
 @lru_cache(maxsize=1 << 14)  # the arms of a table share these; each takes about 10 calls of `power`
-def _smallest_effect(seeds: int, alpha: float, arms: float) -> float:
+def _smallest_effect(seeds: int, alpha: float, degrees_per_seed: float) -> float:
     """Return what `smallest_difference` returns for a `spread` of 1."""
     # above the root: with a probability of 0.9 each, a sample's spread is below 1.7, and its noise below 1.3 errors
-    limit = (2 * stdtrit(arms * (seeds - 1), 1 - alpha / 2) + 2) / math.sqrt(seeds)
-    return brentq(lambda difference: power(seeds, 1, difference, alpha, arms) - POWER, 0, limit)
+    limit = (2 * stdtrit(degrees_per_seed * (seeds - 1), 1 - alpha / 2) + 2) / math.sqrt(seeds)
+    return brentq(lambda difference: power(seeds, 1, difference, alpha, degrees_per_seed) - POWER, 0, limit)
 
 
-def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, arms: float = 1) -> int | None:
+def seeds_needed(spread: float, difference: float, alpha: float = ALPHA, degrees_per_seed: float = 1) -> int | None:
     """Return the fewest seeds, at least `MIN_SEEDS`, with which `power` reaches `POWER`; None: more than `MAX_SEEDS`.
 
     Arguments are as for `power`. For unpaired runs the result is the number of seeds of each arm.
     """
-    effect = abs(difference) / spread if spread and arms == 1 else 0.0
+    effect = abs(difference) / spread if spread and degrees_per_seed == 1 else 0.0
 
     def suffices(seeds: int) -> bool:
         if effect:  # numbers of seeds that arms of a table share
-            return _smallest_effect(seeds, alpha, arms) <= effect
-        return power(seeds, spread, difference, alpha, arms) >= POWER
+            return _smallest_effect(seeds, alpha, degrees_per_seed) <= effect
+        return power(seeds, spread, difference, alpha, degrees_per_seed) >= POWER
 
     counts = range(MIN_SEEDS, MAX_SEEDS + 1)
     index = bisect_left(counts, True, key=suffices)

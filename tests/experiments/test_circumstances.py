@@ -91,7 +91,7 @@ def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path
     (line,) = [note for note in procedure.notes() if note.startswith("exploratory: changed since the plan: ")]
     assert words in line
     if list(changes) == ["arms"] and arms == ["log_n"]:
-        assert ("", "ssmax") not in procedure.exploratory
+        assert ("", "ssmax") not in procedure.exploratory_arms
 
 
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
@@ -109,7 +109,7 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
 
     started(tmp_path, overrides, arms=arms(6))
     procedure = open_experiment(read_experiment(write_experiment(tmp_path, **SEEDS | {"arms": arms(7)}), overrides))
-    assert procedure.exploratory == {("", "late"), ("", "later")}
+    assert procedure.exploratory_arms == {("", "late"), ("", "later")}
     assert procedure.plan_notes == ["exploratory: changed since the plan: late: trainer.max_steps was 6, is 7"]
 
 

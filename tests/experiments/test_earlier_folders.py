@@ -49,7 +49,7 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
     for run in runs:
         (run.config.run_folder / CONFIG_FILE).write_text(to_yaml(run.config))
     reopened = open_experiment(read_experiment(path, overrides))
-    assert (reopened.plan_notes, {*reopened.exploratory}) == ([], set())
+    assert (reopened.plan_notes, {*reopened.exploratory_arms}) == ([], set())
 
 
 @pytest.mark.parametrize(

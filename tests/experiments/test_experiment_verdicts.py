@@ -76,12 +76,12 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     tuning_runs = procedure.tuning_runs("")
     means = tuning_runs.groupby(["arm", "rate"], sort=False)[OF_RECALL["metric"]].mean()
     assert [*means] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
-    assert not procedure.judgement().question.all_pairs
+    assert not procedure.judgement().question.must_hold_at_all_rates
     (folder := tmp_path / "by-loss").mkdir()
     by_loss = experiment(
         folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune={"grid": tune["grid"], "seeds": tune["seeds"]}
     )
-    assert by_loss.judgement().question.all_pairs, (
+    assert by_loss.judgement().question.must_hold_at_all_rates, (
         "where the loss chooses the rates, every pair of rates must show a difference in recall"
     )
 

@@ -57,9 +57,9 @@ def test_committed_results_give_their_committed_verdicts(shown):
         assert (line["verdict"], line["reason"], line["p"]) == (
             verdict.kind,
             verdict.reason,
-            verdict.p if verdict.seeds else None,
+            verdict.p if verdict.seed_count else None,
         )
-        assert line["words"] == verdict.words
+        assert line["words"] == verdict.full_statement
         assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.as_list()]
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT
 
-from lm.statistics.verdicts import Comparison, verdicts
+from lm.statistics.verdicts import Comparison, judge_comparisons
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import collect
@@ -151,7 +151,7 @@ def test_the_readme_says_what_its_first_experiment_found():
         "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"
     )
     accuracies = {arm: lines.sort_values("seed")["value"].to_numpy() for arm, lines in runs.groupby("arm")}
-    (verdict,) = verdicts(
+    (verdict,) = judge_comparisons(
         {"cooler": Comparison(accuracies["cooler"] - accuracies["softmax"], higher_is_better=True)}, 0.3
     ).values()
     mean, low, high = verdict.interval.as_list()
@@ -166,4 +166,4 @@ def test_arms_that_share_no_rate_are_compared_at_their_own(every: bool):
     comparison = committed_results.compare_at_best_rates(
         {0.1: arm}, {0.2: baseline}, higher_is_better=False, other_values_chose_rates=every
     )
-    assert verdicts({"arm": comparison}, 0.01)["arm"].statement == "worse by more than 0.01"
+    assert judge_comparisons({"arm": comparison}, 0.01)["arm"].statement == "worse by more than 0.01"

@@ -89,7 +89,7 @@ def test_the_spread_over_seeds_is_that_of_their_weighted_means():
     values, weights = rng.normal(size=(5, 20)), rng.integers(1, 30, 20).astype(float)
     estimate = estimate_over_seeds_and_documents(values, weights, np.arange(20))
     by_seed = estimate_over_seeds(np.average(values, axis=1, weights=weights))
-    assert estimate.floors[0].interval().as_list() == pytest.approx(by_seed.interval().as_list())
+    assert estimate.minimum_width_estimates[0].interval().as_list() == pytest.approx(by_seed.interval().as_list())
 
 
 def test_seeds_and_documents_take_enough_of_both():

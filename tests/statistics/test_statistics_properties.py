@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import t as student
 
 from lm.statistics.intervals import Estimate, estimate_over_seeds_and_documents
-from lm.statistics.verdicts import Comparison, Verdict, verdicts
+from lm.statistics.verdicts import Comparison, Verdict, judge_comparisons
 
 
 def centred(count: int, seed: int) -> np.ndarray:
@@ -76,10 +76,10 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
         if sign < 0:  # the baseline is the one that may choose
             by_rates = by_rates.swapaxes(0, 1)
         comparison = Comparison(by_rates)
-        return verdicts({"arm": comparison}, 0.001)["arm"]
+        return judge_comparisons({"arm": comparison}, 0.001)["arm"]
 
     comparison = Comparison(list(sign * differing(0.04, seeds)))
-    assert verdicts({"arm": comparison}, 0.001)["arm"].kind == claimed
+    assert judge_comparisons({"arm": comparison}, 0.001)["arm"].kind == claimed
     assert verdict(0.04).kind not in ("better", "worse")
     assert verdict(0.04).p == pytest.approx(0.04 * rates)
     assert verdict(0.9 * 0.05 / rates).kind == claimed

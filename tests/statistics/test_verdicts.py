@@ -16,9 +16,9 @@ from lm.statistics.intervals import estimate_over_seeds_and_documents
 from lm.statistics.verdicts import (
     UNTUNED_OBSTACLE,
     Comparison,
+    judge_comparisons,
     power,
     seeds_needed,
-    verdicts,
 )
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -35,7 +35,9 @@ def spread(mean: float, deviation: float, seeds: int) -> list[float]:
 
 def kind(*comparisons: Comparison) -> str:
     """The verdict on the first of them."""
-    return next(iter(verdicts({str(i): comparison for i, comparison in enumerate(comparisons)}, MATTERS).values())).kind
+    return next(
+        iter(judge_comparisons({str(i): comparison for i, comparison in enumerate(comparisons)}, MATTERS).values())
+    ).kind
 
 
 def at_rates(*means: float) -> np.ndarray:
@@ -58,11 +60,11 @@ def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(
     means: tuple[float, ...], every: bool, expected: str
 ):
     by_rates = at_rates(*means)
-    assert kind(Comparison(by_rates, (1, 0), all_pairs=every)) == expected
-    mirrored = Comparison(-by_rates, (1, 0), all_pairs=every, higher_is_better=True)
+    assert kind(Comparison(by_rates, (1, 0), must_hold_at_all_rates=every)) == expected
+    mirrored = Comparison(-by_rates, (1, 0), must_hold_at_all_rates=every, higher_is_better=True)
     assert kind(mirrored) == expected, "the best rate of a metric of which more is better is that of its highest value"
     of_the_other = -by_rates.swapaxes(0, 1)
-    assert kind(Comparison(of_the_other, (0, 1), all_pairs=every)) == expected.replace("better", "worse")
+    assert kind(Comparison(of_the_other, (0, 1), must_hold_at_all_rates=every)) == expected.replace("better", "worse")
 
 
 def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
@@ -74,7 +76,7 @@ def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
     assert kind(separate) == "undecided"
     assert separate.interval_ends()[0] < 0 < comparison.interval_ends()[0]
     assert separate.interval_ends()[1] == comparison.interval_ends()[1]
-    turned = replace(separate, rate_differences=-by_rates, judged_pair=(0, 0))
+    turned = replace(separate, metric_differences=-by_rates, judged_rate_pair=(0, 0))
     assert kind(turned) == "no difference above margin", "better only if it is so against each"
     by_rates = at_rates(0.03, 0.03, 0.03, 0.03)
     assert kind(Comparison(by_rates, n_shared_rates=1)) == "worse"
@@ -84,11 +86,11 @@ def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
 def test_the_interval_is_that_of_both_arms_at_their_best():
     by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
     comparison = Comparison(by_rates, (1, 0))
-    verdict = verdicts({"a": comparison}, MATTERS)["a"]
-    assert verdict.single_interval == verdict.interval
+    verdict = judge_comparisons({"a": comparison}, MATTERS)["a"]
+    assert verdict.unadjusted_interval == verdict.interval
     half, half_alone = (t.ppf(1 - 0.025 / family, 4) * 0.005 / np.sqrt(5) for family in (2, 1))
     assert verdict.interval.as_list() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - half_alone), -0.01 + half])
-    widest = verdicts({"a": replace(comparison, all_pairs=True)}, MATTERS)["a"].interval
+    widest = judge_comparisons({"a": replace(comparison, must_hold_at_all_rates=True)}, MATTERS)["a"].interval
     assert widest.as_list() == pytest.approx([-0.01, -0.04 - half_alone, 0.03 + half_alone])
 
 
@@ -96,7 +98,7 @@ def test_the_interval_is_that_of_both_arms_at_their_best():
 def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_that_is_not_finite(lost: float):
     by_rates = at_rates(-0.03, -0.03, -0.03, -0.03)
     by_rates[0, 1, 2] = lost
-    verdict = verdicts({"a": Comparison(by_rates, (1, 0))}, MATTERS)["a"]
+    verdict = judge_comparisons({"a": Comparison(by_rates, (1, 0))}, MATTERS)["a"]
     assert (verdict.kind, verdict.p, verdict.seeds_needed) == ("unstable", 1.0, None)
 
 
@@ -116,14 +118,14 @@ def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_tha
     ],
 )
 def test_words_hold_for_one_situation_and_name_the_margin(differences: list[float], words: str):
-    verdict = verdicts({"a": Comparison(differences)}, MATTERS)["a"]
-    assert verdict.words == words
+    verdict = judge_comparisons({"a": Comparison(differences)}, MATTERS)["a"]
+    assert verdict.full_statement == words
     assert " over " not in verdict.reason, "the words end with the number of seeds"
-    assert replace(verdict, exploratory=True).words == f"exploratory: {words}"
+    assert replace(verdict, is_exploratory=True).full_statement == f"exploratory: {words}"
 
 
 def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
-    verdict = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS)["a"]
+    verdict = judge_comparisons({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS)["a"]
     assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS) == 20
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
     assert [*verdict.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
@@ -131,7 +133,7 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
         "to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)"
     )
     assert verdict.interval.noise_source == "5 seeds"
-    verdict_of_few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
+    verdict_of_few = judge_comparisons({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
     assert verdict_of_few.reason.endswith(
         "takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)"
     )
@@ -151,7 +153,7 @@ TIES = {
 
 @pytest.mark.parametrize(("values", "expected", "p"), TIES.values(), ids=TIES)
 def test_without_spread_the_sign_flip_test_decides(values: list[float], expected: str, p: float):
-    verdict = verdicts({"a": Comparison(values)}, MATTERS)["a"]
+    verdict = judge_comparisons({"a": Comparison(values)}, MATTERS)["a"]
     assert (verdict.kind, verdict.p) == (expected, p)
     assert not verdict.interval.is_bounded
 
@@ -175,7 +177,7 @@ def unpaired(values: list[float]) -> Comparison:
 @given(families(), st.sampled_from([Comparison, partial(Comparison, bounds=(-1.0, 1.0)), unpaired]))
 def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], compare: Callable):
     comparisons = {number: compare(values * 2) for number, values in enumerate(family)}
-    found_verdicts = verdicts(comparisons, MATTERS)
+    found_verdicts = judge_comparisons(comparisons, MATTERS)
     for verdict in found_verdicts.values():
         low, high = verdict.interval.low, verdict.interval.high
         without_0, is_within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
@@ -187,8 +189,8 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], c
         }  # fmt: skip
         assert verdict.kind in expected[without_0, is_within]
         assert (verdict.p <= 0.05) == without_0 or abs(verdict.p - 0.05) < 1e-6
-        assert not verdict.single_interval.is_bounded or (
-            low <= verdict.single_interval.low and verdict.single_interval.high <= high
+        assert not verdict.unadjusted_interval.is_bounded or (
+            low <= verdict.unadjusted_interval.low and verdict.unadjusted_interval.high <= high
         )
 
 
@@ -199,16 +201,16 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     comparison = Comparison(values, document_estimate=on_other_text)
     nothing = Comparison((), obstacle=UNTUNED_OBSTACLE)
     for count in (1, 4, 6):
-        verdict = verdicts(dict(enumerate([comparison] + [nothing] * (count - 1))), MATTERS)[0]
+        verdict = judge_comparisons(dict(enumerate([comparison] + [nothing] * (count - 1))), MATTERS)[0]
         alpha = 1 - 0.95 ** (1 / count)
         half, half_alone = (t.ppf(1 - tail / 2, 6) * 0.03 / np.sqrt(7) for tail in (alpha, 0.05))
         assert verdict.interval.as_list() == pytest.approx([0.03, 0.03 - half, 0.03 + half])
-        assert verdict.single_interval.as_list() == pytest.approx([0.03, 0.03 - half_alone, 0.03 + half_alone])
+        assert verdict.unadjusted_interval.as_list() == pytest.approx([0.03, 0.03 - half_alone, 0.03 + half_alone])
         reach = on_other_text.half_width(alpha).item() * np.array([0, -1, 1])
         assert verdict.document_interval.as_list() == pytest.approx(list(on_other_text.mean.item() + reach))
         assert verdict.p == pytest.approx(1 - (1 - ttest_1samp(values, 0).pvalue) ** count)
         assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS, alpha)
-    at_two_rates = verdicts({"a": Comparison(np.array([[values], [values]]))}, MATTERS)["a"]
+    at_two_rates = judge_comparisons({"a": Comparison(np.array([[values], [values]]))}, MATTERS)["a"]
     assert at_two_rates.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / 2) > seeds_needed(0.03, MATTERS)
 
 
