@@ -439,9 +439,9 @@ def _needed_seed_counts(
         if stack.must_hold_at_all_rates
         else max(1, *stack.differences_by_rate[..., : stack.n_shared_rates, 0].shape[-2:])
     )
-    spread, arms = math.sqrt(count) * error, degrees / (count - 1)
+    spread, degrees_per_seed = math.sqrt(count) * error, degrees / (count - 1)
     factors = 1.0, *_std_interval_factors(degrees)
-    return tuple(seeds_needed(spread * factor, margin, alpha / rates, arms) for factor in factors)
+    return tuple(seeds_needed(spread * factor, margin, alpha / rates, degrees_per_seed) for factor in factors)
 
 
 @lru_cache  # the arms of a table have equally many seeds
