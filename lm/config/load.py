@@ -56,7 +56,7 @@ def config_problems(config: Config) -> Iterator[Problem]:
             conflicts += setting.changed_normalizers(normalizers, f"inference[{index}]")[1]
         conflicts += options.conflicts(data, model) if options.is_wanted(data) else ()
         yield from (
-            replace(conflict, path=f"eval.{kind}.{conflict.path}".replace("tasks.tasks", "tasks"))
+            replace(conflict, key_path=f"eval.{kind}.{conflict.key_path}".replace("tasks.tasks", "tasks"))
             for conflict in conflicts
         )
 
