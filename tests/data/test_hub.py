@@ -116,7 +116,7 @@ def test_a_validation_split_is_held_out_whole_and_is_no_training_text(
 
 
 def test_the_validation_split_must_be_another_one():
-    assert next(HubSource(dataset="a", validation_split="train").problems()).path == "validation_split"
+    assert next(HubSource(dataset="a", validation_split="train").problems()).key_path == "validation_split"
 
 
 # ---------------------------------------------------------------- saved datasets
