@@ -37,7 +37,7 @@ def test_a_run_is_read_whole(report_runs):
 @pytest.mark.parametrize(("init", "words"), [("match", " (init match)"), ("", ""), (None, "")])
 def test_the_label_of_a_swapped_run_names_the_init_of_new_parameters_where_there_is_one(init: str | None, words: str):
     entries = {"swap.normalizer": "softmax", "swap.init": init}
-    run = SimpleNamespace(phases=[(0, {"name": "log_n"})], config={}, environment_entry=entries.get)
+    run = SimpleNamespace(phase_normalizers=[(0, {"name": "log_n"})], config={}, environment_entry=entries.get)
     assert arm_label(run) == f"softmax -> log_n after training{words}"
 
 
