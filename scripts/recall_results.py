@@ -68,7 +68,8 @@ class RecallResults(ExperimentResults):
 
     @cached_property
     def final_runs(self) -> pd.DataFrame:
-        """Return the lines of seeds.csv that belong to the final runs; a size is the number at the end of its name."""
+        """Return the lines of seeds.csv that belong to the final runs. The column `size` has the number at the end of a
+        model size's name."""
         data = final_run_lines(self.name)
         return data.assign(size=data["size"].str.rpartition("-")[2].astype(int)) if "size" in data else data
 

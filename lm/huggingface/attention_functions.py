@@ -166,8 +166,8 @@ def _train_length(config: PreTrainedConfig) -> int:
 
 @cache
 def _parameterless_normalizer(options_json: str, *sizes: int) -> Normalizer:
-    """Return the normalizer of all layers without parameters of their own. `options_json` holds its options;
-    `sizes` are those of `make_module`.
+    """Return the one normalizer that all layers share if it has no learned parameters. `options_json` holds its
+    options; `sizes` are those of `make_module`.
     """
     return functional.make_module(json.loads(options_json), *sizes)
 

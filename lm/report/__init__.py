@@ -1,1 +1,2 @@
-"""Presentation of run folders: differences, tables, pictures and pages. Imports neither torch nor lightning."""
+"""This package presents run folders as differences, tables, pictures and pages. It imports neither torch nor
+lightning."""

@@ -159,8 +159,10 @@ class ArmComparison:
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """Return each arm's difference to the baseline in each metric, at the last place that both arms measured. If
-        there is no such place, it is the last one that either arm measured, and the difference has a reason."""
+        """Return each arm's difference to the baseline in each metric, at the last point or range that both measured.
+
+        If there is none, it is the last that either measured, and the difference says why it has no interval.
+        """
         units = self.unit_values[self.unit_values["sample"].notna() & ~self.unit_values["control"]]
         indices = units.groupby(["name", "arm"], sort=False).indices
         metric_indices = dict.fromkeys(index for section in self.sections for index in section["name"])

@@ -42,7 +42,7 @@ _PARAMETER_METRIC_PATTERN = re.compile(r"normalizer/(.+)/layer(\d+)/(head\d+|rms
 
 
 class DrawnRun(NamedTuple):
-    """Holds a run as pictures of training draw it and pages list it. `state` is finished, unfinished or diverged."""
+    """Holds what pictures and pages show of a run. `state` is finished, unfinished or diverged."""
 
     arm: str
     seed: int
@@ -220,9 +220,11 @@ def _point_interval(
     run_means: np.ndarray,
     shows_differences: bool,
 ) -> Interval | None:
-    """Return the interval of an arm's mean, or of its paired difference, at `x`. A mean has none for a control metric,
-    or in a range of positions (bin) unless the arm has a single run. `unit_rows` are the arm's units at
-    `x`, `run_means` each run's mean."""
+    """Return the interval of an arm's mean, or of its paired difference, at `x`.
+
+    A mean has none in a range of positions (bin) unless the arm has a single run, nor for a control metric, which only
+    checks the measurement. `unit_rows` are the arm's units at `x`, `run_means` each run's mean.
+    """
     metric = unit_rows["about"].iloc[0]
     if shows_differences:
         return clip_interval(paired_interval(unit_rows, run_means), metric)

@@ -134,8 +134,9 @@ def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _result_table(title: str, rows: pd.DataFrame) -> Table:
-    """Return a table with a row for each run, inference setting and place, and a column for each metric. More than
-    `MAX_METRIC_COLUMNS` metrics have a row each instead. Label columns that tell no rows apart are left out."""
+    """Return a table with a row for each run, inference setting and place (such as a length), and a column for each
+    metric. More than `MAX_METRIC_COLUMNS` metrics have a row each instead. Label columns that tell no rows apart are
+    left out."""
     has_metric_rows, units, cells = rows["quantity"].nunique() > MAX_METRIC_COLUMNS, {}, {}
     for row in rows.to_dict("records"):
         text = number_text(row["value"])
