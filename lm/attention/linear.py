@@ -107,29 +107,22 @@ class LinearNormalizer(DividedNormalizer):
         v = v.to(wide_dtype)
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # the output for one more value, 1, is the sum of a query's weights
-        with routes.without_autocast(q.device):  # autocast would round the state, a sum over all tokens
-            output, state = self.attend_in_chunks(q, k, v, state)
-        output = output[:, :, -n_queries:]
-        return routes.divide_rows(output[..., :width], output[..., width:], factor).to(dtype), state
-
-    def attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, and the new state. q and k are features, g is the
-        head's decay.
-
-        A state sums g^(e-j) k_j v_j^T over the tokens j up to the last one, e. `state` covers the tokens before these
-        queries; None at first.
-        """
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         outputs = []
-        for tensors in zip(*(x.split(MAX_SEGMENT_TOKENS, 2) for x in (q, k, v)), strict=True):
-            output, state = self._attend_in_segment(*tensors, state)
-            outputs.append(output)
-        return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0], state
+        with routes.without_autocast(q.device):  # autocast would round the state, a sum over all tokens
+            for tensors in zip(*(x.split(MAX_SEGMENT_TOKENS, 2) for x in (q, k, v)), strict=True):
+                output, state = self._attend_in_chunks(*tensors, state)
+                outputs.append(output)
+        output = (torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0])[:, :, -n_queries:]
+        return routes.divide_rows(output[..., :width], output[..., width:], factor).to(dtype), state
 
-    def _attend_in_segment(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `attend_in_chunks` for one segment of at most `MAX_SEGMENT_TOKENS` tokens, cut into N chunks of C
-        tokens.
+    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i of a segment, and the new state. q and k are
+        features, g is the head's decay. The segment is cut into N chunks of C tokens.
+
+        A state sums g^(e-j) k_j v_j^T over the tokens j up to the last one, e. `state` covers the tokens before the
+        segment.
         """
         n_chunks = -(-q.size(2) // MAX_CHUNK_TOKENS)
         size = -(-q.size(2) // n_chunks)

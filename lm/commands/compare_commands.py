@@ -196,7 +196,7 @@ def report(runs: RunFolders, out: ReportFolder = None, baseline: BaselineArm = N
 
     comparison = compare_runs([read_run(folder) for folder in runs], baseline)
     page = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent) / "report")
-    warnings = [comparison.fairness_warning] if comparison.fairness_warning else []
+    warnings = filter(None, [comparison.fairness_warning])
     notes = [*warnings, *comparison_notes(comparison), *comparison.divergence_notes]
     print_tables(*comparison_tables(comparison), notes=notes)
     print(f"report: {page}")

@@ -222,24 +222,30 @@ class PackageSource:
 
 
 @dataclass
-class FileSource:
+class PathSource:
+    """A source that reads local files."""
+
+    paths: list[str] = key([], "files, folders or globs, relative to the working directory")
+
+    @property
+    def label(self) -> str:
+        """Return the source's name in folders and messages: its first path."""
+        return self.paths[0]
+
+
+@dataclass
+class FileSource(PathSource):
     """This source is local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row).
     Text and JSON may be compressed as .gz or .zst.
     """
 
     name: ClassVar[str] = "files"
     required_keys: ClassVar[Sequence[str]] = ("paths",)
-    paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     suffixes: list[str] = key([".txt"], "suffixes of plain-text files, in any case, e.g. [.txt, .md, .py]")
     column: str = key("text", "column that holds the text")
     separator: str = key(
         "", 'split each .txt file into documents at this text, e.g. "\\n\\n\\n"; empty: one document a file'
     )
-
-    @property
-    def label(self) -> str:
-        """Return the source's name in folders and messages: its first path."""
-        return self.paths[0]
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each suffix that is not one of plain-text files."""
@@ -283,12 +289,11 @@ class HubSource:
 
 
 @dataclass
-class TokenSource:
+class TokenSource(PathSource):
     """This source is token ids that another program made with the tokenizer that `data.tokenizer` names."""
 
     name: ClassVar[str] = "tokens"
     required_keys: ClassVar[Sequence[str]] = ("paths", "format")
-    paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     format: Literal["nanogpt", "modded-nanogpt", "column", "saved"] | None = key(
         None,
         "`nanogpt`: .bin, end of text after each document; `modded-nanogpt`: .bin with a header, end of text before "
@@ -297,11 +302,6 @@ class TokenSource:
     )
     validation_paths: list[str] = key([], "files held out whole, e.g. [val.bin]; val_fraction does not apply then")
     column: str = key("input_ids", "column that holds the ids (jsonl, parquet, saved)")
-
-    @property
-    def label(self) -> str:
-        """Return the source's name in folders and messages: its first path."""
-        return self.paths[0]
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem if a path of training files is also one of held-out files."""

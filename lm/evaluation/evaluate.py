@@ -193,14 +193,14 @@ def config_with_text(model: LoadedModel, config_files: Sequence[Path]) -> Config
     """Return a configuration with the model's shape, tokenizer and training length, and with the text of
     `config_files`.
 
-    Seed, `eval` and the keys of `trainer` that `lm eval` reads have their values in `config_files`, or defaults without
-    `config_files`; tasks are left out. The configuration is not checked against the model's limits, such as learned
-    positions. Overrides may still change it, and `parse_config` then checks the result.
+    Seed, `eval` and the keys of `trainer` that `lm eval` reads have their values in `config_files`; tasks are left out.
+    The configuration is not checked against the model's limits, such as learned positions. Overrides may still change
+    it, and `parse_config` then checks the result.
 
     Raises ConfigError: a configuration is wrong or has no text. Raises RunError: the model has no tokenizer.
     """
     model.tokenizer_and_start_id()
-    base, spec = load_config([str(path) for path in config_files]) if config_files else Config(), model.spec
+    base, spec = load_config([str(path) for path in config_files]), model.spec
     if base.data.symbolic:
         reason = f"its sequences are symbols, which {model.path} does not know"
         raise ConfigError([Problem("data.tasks", str(config_files[-1]), reason, "name a configuration of text")])

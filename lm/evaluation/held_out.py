@@ -164,15 +164,6 @@ def bucket_edges(train_length: int, length: int) -> np.ndarray:
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))
 
 
-def position_bucket_means(held_out: HeldOutSequences, values: np.ndarray, train_length: int) -> dict[str, object]:
-    """Return arguments of `metric_rows` for `values` (N, length): each sequence's mean in each bucket of positions, and
-    where the buckets start and end.
-    """
-    edges = bucket_edges(train_length, held_out.length)
-    by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
-    return {"values": by_bucket, "x": edges[:-1].tolist(), "until": edges[1:].tolist()}
-
-
 def inference_setting_labels(settings: Sequence[InferenceSetting]) -> list[str]:
     """Return the labels of inference settings for names of metrics; one empty label if there is only one setting."""
     return [setting.label for setting in settings] if len(settings) > 1 else [""]
@@ -369,10 +360,12 @@ class LongContext(Measurement):
             replace(self.logged_metrics[0], amount=sequences.size_text),
             sequences.sampling_units(self.data_fingerprint),
         )
+        edges = bucket_edges(self.config.data.seq_len, sequences.length)
+        starts, ends = edges[:-1], edges[1:]
         for label, model in self.decoders_by_setting(decoder):
             nll = nll_by_token(model, sequences, device)
-            columns = position_bucket_means(sequences, nll, self.config.data.seq_len)
-            blocks.append(metric_rows(metric, units=units, setting=label, **columns))
+            bucket_means = np.add.reduceat(nll.astype(np.float64), starts, axis=1) / (ends - starts)
+            blocks.append(metric_rows(metric, bucket_means, units, starts.tolist(), ends.tolist(), setting=label))
             bits = Metric(better="lower", quantity="bits per byte")
             blocks.append(metric_rows(bits, bits_per_byte(nll, sequences), setting=label))
         return blocks

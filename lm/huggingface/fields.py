@@ -97,13 +97,8 @@ class ConfigFields:
         """Return the fields nested in the field `name`; None if it is null or absent. Raises RunError: its value holds
         no fields.
         """
-        self._used_names.add(name)
-        value = self._values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.refusal(name, "must hold fields")
-        return ConfigFields(value, Path(f"{self.path}: {name}"))
+        values = self.read_value(name, dict, None)
+        return None if values is None else ConfigFields(values, Path(f"{self.path}: {name}"))
 
     def require_value(self, name: str, allowed_values: tuple[Plain, ...], reason: str) -> None:
         """Check that a field is absent, null or one of `allowed_values`, and mark it as used. Raises RunError with

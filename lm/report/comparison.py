@@ -380,12 +380,6 @@ def clip_interval(interval: Interval | None, metric: Metric) -> Interval | None:
     return replace(interval, low=max(-limit, interval.low), high=min(limit, interval.high))
 
 
-def seeds_text(seeds: tuple[int, ...]) -> str:
-    """Return a run's seeds (`RunRecord.seeds`) as text, the last first: `3 after 1` for seed 3 and initial weights
-    trained with seed 1."""
-    return " after ".join(map(str, reversed(seeds)))
-
-
 # ---------------------------------------------------------------- arms
 
 

@@ -16,7 +16,6 @@ from lm.report.comparison import (
     Difference,
     MetricName,
     RunsByArm,
-    seeds_text,
     starts_by_place,
     training_lengths,
 )
@@ -245,7 +244,7 @@ def _fairness_conditions(run: RunRecord) -> dict[str, Plain]:
         "data fingerprint": run.environment_entry("data_fingerprint"),
         "tokens in a step": run.flat_config.get("optim.batch_tokens"),
         "steps": run.flat_config.get("trainer.max_steps"),
-        "seeds": seeds_text(run.seeds),
+        "seeds": " after ".join(map(str, reversed(run.seeds))),  # `3 after 1`: initial weights were trained with seed 1
         "learning rate and schedule": ", ".join(f"{key}={run.flat_config[key]}" for key in scheduled),
         "parameters outside the normalizer": None if None in (total, normalizer) else total - normalizer,
         "precision": run.recorded_setting("precision"),

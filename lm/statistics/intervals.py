@@ -90,9 +90,9 @@ class Estimate:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.error == 0, exact_p, scipy.special.stdtr(self.degrees, distance / self.error))
 
-    def interval(self, alpha: float = ALPHA) -> Interval:
+    def interval(self) -> Interval:
         """Return the interval of the mean of a single sample."""
-        mean, half = float(self.mean), float(self.half_width(alpha))
+        mean, half = float(self.mean), float(self.half_width())
         return Interval(mean, mean - half, mean + half, self.noise_source)
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from lm.data.batches import NO_TARGET, Batch, TrainLoader, train_loader, train_sequences
 from lm.errors import Diverged
 from lm.machine import unblock_stop_signals
+from lm.model.decoder import is_normalizer_parameter
 from lm.model.device import use_compile_cache
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT
 from lm.training.lightning_import import L
-from lm.training.optimizers import OPTIMIZER_STATES_KEY, make_optimizer, set_learning_rates, state_after_swap
+from lm.training.optimizers import OPTIMIZER_STATES_KEY, make_optimizer, set_learning_rates
 from lm.training.phase_start import PhaseStart
 from lm.training.run_context import RunContext
 
@@ -177,7 +178,8 @@ class LanguageModel(L.LightningModule):
         if old and old.config.normalizer != self.decoder.config.normalizer:
             checkpoint["state_dict"] = self.state_dict()
             (optimizer,) = checkpoint[OPTIMIZER_STATES_KEY]
-            checkpoint[OPTIMIZER_STATES_KEY] = [{**optimizer, "state": state_after_swap(optimizer["state"])}]
+            kept = {name: entry for name, entry in optimizer["state"].items() if not is_normalizer_parameter(name)}
+            checkpoint[OPTIMIZER_STATES_KEY] = [{**optimizer, "state": kept}]
 
 
 class StepData(L.LightningDataModule):

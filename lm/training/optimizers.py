@@ -96,18 +96,17 @@ class MuonAndAdamW(torch.optim.Optimizer):
             product_dtype = (
                 torch.bfloat16 if describe_bf16_hardware("gpu" if mean_gradients.is_cuda else "cpu") else torch.float32
             )
-            updates = orthogonal_approximation(mean_gradients, NEWTON_SCHULZ_STEPS, product_dtype)
+            updates = orthogonal_approximation(mean_gradients, product_dtype)
             for (projection, _), update in zip(pairs, updates, strict=True):
                 projection.sub_(update, alpha=step_size)
 
 
-def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.dtype) -> Tensor:
-    """Approximate the orthogonal matrix nearest to each matrix. Singular values not near 0 become values from 0.7 to
-    1.2.
+def orthogonal_approximation(matrices: Tensor, product_dtype: torch.dtype) -> Tensor:
+    """Approximate the orthogonal matrix nearest to each matrix, by Newton-Schulz iterations of degree 5
+    (https://kellerjordan.github.io/posts/muon). Singular values not near 0 become values from 0.7 to 1.2.
 
     Args:
         matrices: (N, rows, columns), bfloat16.
-        steps: number of Newton-Schulz iterations of degree 5, https://kellerjordan.github.io/posts/muon.
         product_dtype: dtype of the factors in matrix products, and of the result. fp32 is much faster where bf16 is
             emulated; values are still rounded to bf16, so that results differ only by the order of sums.
     """
@@ -119,7 +118,7 @@ def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.
     is_tall = matrices.size(1) > matrices.size(2)
     x = (matrices.mT if is_tall else matrices).to(product_dtype)
     x = round_to_bf16(x / round_to_bf16(x.norm(dim=(1, 2), keepdim=True)).clamp(min=MIN_NORM))
-    for _ in range(steps):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = round_to_bf16(x @ x.mT)
         x = round_to_bf16(torch.baddbmm(x, round_to_bf16(torch.baddbmm(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
     return x.mT if is_tall else x
@@ -235,10 +234,3 @@ def _state_by_number(optimizer: torch.optim.Optimizer, content: dict[str, object
     names, state = [name for group in optimizer.param_groups for name in group["param_names"]], content["state"]
     numbered = {number: copy.deepcopy(state[name]) for number, name in enumerate(names) if state.get(name)}
     return {"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]}
-
-
-def state_after_swap(state: OptimizerState) -> OptimizerState:
-    """Return the optimizer state that is kept after a swap: all entries except entries for the normalizers' parameters,
-    as these parameters are new.
-    """
-    return {name: entry for name, entry in state.items() if not is_normalizer_parameter(name)}
