@@ -304,7 +304,7 @@ class LongContextConfig(InferenceEvaluationConfig):
     )
 
     @property
-    def longest_factor(self) -> float:
+    def max_length_factor(self) -> float:
         """Return the length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
 

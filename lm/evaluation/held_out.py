@@ -75,7 +75,7 @@ def long_sequences(store: Store, config: Config) -> HeldOutSequences:
     long enough.
     """
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
-    length = max(1, round(options.longest_factor * seq_len))
+    length = max(1, round(options.max_length_factor * seq_len))
     if options.length_factor == "auto":
         length = seq_len if config.model.position.has_length_limit else length
         min_documents = min(2, int((store.val.lengths > 1).sum()))

@@ -49,7 +49,7 @@ class Machine:
     launcher: str = "lightning"  # the program that started the processes
 
     @property
-    def bf16(self) -> bool:
+    def uses_bf16(self) -> bool:
         """True if the precision is bf16-mixed, false if it is 32."""
         return self.precision.value != "32"
 

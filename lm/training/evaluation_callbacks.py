@@ -62,7 +62,7 @@ class EvaluationCallback(StepCallback):
         must call this method.
         """
         begin, step, run, measurement = time.perf_counter(), trainer.global_step, self.run, self.measurement
-        device = Device(module.device, run.machine.bf16, trainer.global_rank, trainer.world_size)
+        device = Device(module.device, run.machine.uses_bf16, trainer.global_rank, trainer.world_size)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)

@@ -189,7 +189,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
         strategy=StoppableDDP(run.stop_request) if config.world_size > 1 else "auto",
-        precision="bf16-mixed" if run.machine.bf16 else "32-true",
+        precision="bf16-mixed" if run.machine.uses_bf16 else "32-true",
         max_steps=config.phase_ends[start.phase],
         max_epochs=-1,
         accumulate_grad_batches=config.sequences_per_rank // config.micro_batch,
