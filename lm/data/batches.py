@@ -27,7 +27,7 @@ from lm.data.tasks import TaskError, TaskText, integer_hash, make_example
 from lm.errors import ConfigError, Problem, RunError
 from lm.machine import STOP_SIGNALS, signals_blocked
 
-SLOTS_PER_BLOCK = 1024  # slots that `assign_slots` assigns to streams in one draw
+SLOTS_PER_BLOCK = 1024  # slots that `assign_slots_to_streams` assigns to streams in one draw
 # seed words that separate the draws of a sampler, of a mixture's sources (each adds its index), and of lengths
 _SAMPLER_SEED, _SOURCE_SEED, _LENGTH_SEED = 2**61, 2**62, 2**63
 
@@ -40,7 +40,7 @@ def group_and_index(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def assign_slots(weights: Sequence[float], seed_integers: tuple[int, ...], slots: np.ndarray) -> np.ndarray:
+def assign_slots_to_streams(weights: Sequence[float], seed_integers: tuple[int, ...], slots: np.ndarray) -> np.ndarray:
     """Assign slots of a run, by number (k,), to streams (sources or tasks) at random, in proportion to the streams'
     weights.
 
@@ -67,7 +67,7 @@ def assign_slots(weights: Sequence[float], seed_integers: tuple[int, ...], slots
 
 @lru_cache(maxsize=64)
 def _assignment_of_block(weights: tuple[float, ...], seed_integers: tuple[int, ...], first_slot: int) -> np.ndarray:
-    """Return what `assign_slots` returns for the `SLOTS_PER_BLOCK` slots from `first_slot` on."""
+    """Return what `assign_slots_to_streams` returns for the `SLOTS_PER_BLOCK` slots from `first_slot` on."""
     # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from
     # `begin` to `end`.
     begin, end = first_slot - len(weights) - 1, first_slot + SLOTS_PER_BLOCK + len(weights) + 1
@@ -226,7 +226,7 @@ class TrainSequences:
 
     def sequence_length(self, step: int) -> int:
         """Return the length, in tokens, of all sequences of `step` (0-based)."""
-        assigned = assign_slots(self.length_weights, (*self.seed_integers, _LENGTH_SEED), np.array([step]))
+        assigned = assign_slots_to_streams(self.length_weights, (*self.seed_integers, _LENGTH_SEED), np.array([step]))
         return self.lengths[assigned[0, 0]]
 
     def _make_streams(self, seed: int) -> tuple[list[float], list[TaskStream | TextStream]]:
@@ -254,7 +254,7 @@ class TrainSequences:
         """
         length, stop = self.sequence_length(step), self.slots_per_step if count is None else first_slot + count
         slots = step * self.slots_per_step + np.arange(first_slot, stop)
-        streams, stream_slots = assign_slots(self.stream_weights, self.seed_integers, slots)
+        streams, stream_slots = assign_slots_to_streams(self.stream_weights, self.seed_integers, slots)
         sequence_streams = np.repeat(streams, self.seq_len // length)  # the stream of each sequence
         sequences = np.empty((len(sequence_streams), length + 1), np.int64)
         answers = np.empty((len(sequence_streams), length), bool)

@@ -34,7 +34,7 @@ class TaskError(ValueError):
     """Raised if a task can't make the requested sequences."""
 
 
-class NoRoom(TaskError):
+class NoRoomError(TaskError):
     """Raised if a task's contents don't fit into a sequence of the requested length."""
 
 
@@ -117,12 +117,13 @@ def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
 
 
 def require_room(room: int, contents: str, length: int) -> None:
-    """Raise NoRoom if `room`, the number of positions left for filler in a sequence of `length` tokens, is negative.
+    """Raise NoRoomError if `room`, the number of positions left for filler in a sequence of `length` tokens, is
+    negative.
 
     contents: what fills the other positions, in words, for the error message.
     """
     if room < 0:
-        raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
+        raise NoRoomError(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
 
 class TaskText:
@@ -195,7 +196,7 @@ class TaskText:
 
 
 def make_mqar(task: MQAR, draw: Draw, length: int, text: TaskText | None = None) -> Example:
-    """Make a sequence of multi-query associative recall. Raises NoRoom: pairs and queries don't fit into `length`
+    """Make a sequence of multi-query associative recall. Raises NoRoomError: pairs and queries don't fit into `length`
     predicted tokens.
     """
     width = 1 if task.joined else 2
@@ -298,7 +299,7 @@ def _assemble_haystack(
         sentences: for each city in the haystack, by index, the token ids of its sentence up to the number.
         questions: for each city that is asked for, by index, the token ids of its question.
 
-    Raises NoRoom: the sentences and questions don't fit into `length` predicted tokens.
+    Raises NoRoomError: the sentences and questions don't fit into `length` predicted tokens.
     """
     end = text.encode(".")
     whole_sentences = [np.concatenate((begin, numbers[index], end)) for index, begin in sentences.items()]
@@ -325,7 +326,7 @@ def _assemble_haystack(
 # ---------------------------------------------------------------- any task
 
 
-# Functions that make a sequence of exactly length + 1 tokens by a task's options, or raise NoRoom.
+# Functions that make a sequence of exactly length + 1 tokens by a task's options, or raise NoRoomError.
 EXAMPLE_MAKERS: dict[type[Task], Callable[[Task, Draw, int, TaskText | None], Example]] = {
     MQAR: make_mqar,
     Needle: make_needle,
@@ -343,14 +344,14 @@ def make_example(
         text: the tokenizer and filler, for tasks in text.
 
     Raises:
-        NoRoom: the task doesn't fit into the sequence.
+        NoRoomError: the task doesn't fit into the sequence.
         TaskError: no contents (keys, numbers or symbols) for this subset were found, or the text has too little filler.
     """
     draw = Draw(seed, subset, index)
     for tries_left in reversed(range(MAX_CONTENT_DRAWS)):
         try:
             return EXAMPLE_MAKERS[type(task)](task, draw, length, text)
-        except NoRoom:  # names and numbers differ in their number of tokens: others may fit
+        except NoRoomError:  # names and numbers differ in their number of tokens: others may fit
             if not tries_left:
                 raise
 

@@ -18,7 +18,7 @@ from lm.data.batches import long_window_starts, validation_starts
 from lm.data.prepare import prepare
 from lm.data.sources import source_labels as source_labels
 from lm.data.store import TOKENIZER_FILE, Store
-from lm.data.tasks import STORE_SEED, NoRoom, make_example
+from lm.data.tasks import STORE_SEED, NoRoomError, make_example
 from lm.errors import ConfigError, DataError, Problem
 from lm.evaluation.measurement import HeldOutSequences, Measurement, metric_rows
 from lm.model.cross_entropy import token_kl, token_nll
@@ -55,7 +55,7 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
     """Return `count` test sequences of symbolic tasks, divided among the tasks by weight. They are the same for all
     runs.
 
-    Raises NoRoom: a task does not fit into `length` tokens.
+    Raises NoRoomError: a task does not fit into `length` tokens.
     """
     tasks = config.data.tasks
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
@@ -444,7 +444,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOutSequences]:
         elif length > config.data.seq_len and config.model.position.has_length_limit:
             continue
         elif config.data.symbolic:
-            with suppress(NoRoom):
+            with suppress(NoRoomError):
                 sequences.append(task_sequences(store, config, length, count))
         elif len(starts := long_window_starts(store.val, length, count)):
             sequences.append(HeldOutSequences.from_store(store, starts, length))

@@ -167,12 +167,14 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
 
 
 def point_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean over units (sequences or questions) for each curve at each x, a point or a range's start."""
+    """Return the mean over units (sequences or questions) at each x, a point or a range's start, of each curve: a
+    metric of one evaluation, task and inference setting."""
     return grouped_mean(rows, [*CURVE_COLUMNS, "x", "until"], rows["weight"])
 
 
 def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean of each curve over all its ranges (bins), and the mean at each point of curves without bins."""
+    """Return the mean of each curve (see `point_means`) over all its ranges (bins), and the mean at each point of
+    curves without bins."""
     means = point_means(rows)
     widths, is_bin = (means["until"] - means["x"]).fillna(1.0), means["axis_kind"] == "bins"
     return grouped_mean(means.assign(x=means["x"].mask(is_bin)), [*CURVE_COLUMNS, "x"], widths)

@@ -47,7 +47,7 @@ from lm.training.loggers import MetricsFile, make_loggers
 from lm.training.module import LanguageModel, StepData
 from lm.training.phase_start import PhaseStart, resume_or_branch, start_from_checkpoint, start_new_run
 from lm.training.run_context import RunContext, StoppableDDP
-from lm.training.step_callbacks import AtomicCheckpointIO, Checkpoints, Metrics, ProgressBar, StopOnSignal
+from lm.training.step_callbacks import AtomicCheckpointIO, Checkpoints, LogMetrics, ProgressBar, StopOnSignal
 from lm.training.user_classes import make_user_objects
 
 
@@ -199,7 +199,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
         logger=run.loggers,
         callbacks=[
             StopOnSignal(run),
-            Metrics(run),  # starts the clock, which the callbacks below pause
+            LogMetrics(run),  # starts the clock, which the callbacks below pause
             ProgressBar(run),
             # before Checkpoints, which saves their state of the step
             *run.user_callbacks,

@@ -27,7 +27,8 @@ WANDB_ENVIRONMENT_KEYS += ("versions", "device", "precision", "compile")
 
 
 class RunLogger(Logger):
-    """A run logger is Lightning's Logger with lm's count of steps. It comes first among several base classes.
+    """A run logger is Lightning's Logger with lm's count of steps. A class that also inherits from another Logger
+    names this class first.
 
     Step N is the state after N optimizer steps. When a callback calls `self.log`, Lightning gives the number of steps
     before this one instead, and adds the epoch.

@@ -43,7 +43,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
         self.options, self.projection_rows = options, projection_rows(decoder)
-        self.adamw = adamw(options, [torch.empty(0)], decoder)  # gets this optimizer's groups and state at each step
+        self.adamw = make_adamw(
+            options, [torch.empty(0)], decoder
+        )  # gets this optimizer's groups and state at each step
         super().__init__(groups, self.adamw.defaults)
 
     @torch.no_grad()
@@ -130,14 +132,14 @@ def orthogonal_approximation(matrices: Tensor, product_dtype: torch.dtype) -> Te
 # An optimizer's state by parameter name; {} for a parameter without an update yet.
 OptimizerState = dict[str, dict[str, Tensor | float]]
 
-GROUP_NAMES = tuple(group.name for group in fields(ParameterGroups))
+PARAMETER_GROUP_NAMES = tuple(group.name for group in fields(ParameterGroups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
     """Return parameter groups in torch's format, with named trained parameters. A group's `lr_factor` multiplies the
     schedule's learning rate.
     """
-    parameters: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in GROUP_NAMES}
+    parameters: dict[str, list[tuple[str, Tensor]]] = {group: [] for group in PARAMETER_GROUP_NAMES}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
             parameters[parameter_group(name, parameter)].append((name, parameter))
@@ -153,13 +155,13 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
     ]
 
 
-def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
+def make_adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
     """Return torch's AdamW with betas and epsilon of `options`, fused: one kernel updates all parameters."""
     return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
 
 
 # Builders by the options' name: (options, groups of named parameters, decoder) -> optimizer.
-OPTIMIZER_BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": MuonAndAdamW}
+OPTIMIZER_BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": make_adamw, "muon": MuonAndAdamW}
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:

@@ -35,7 +35,7 @@ from lm.runs.folder import (
 from lm.runs.loading import LoadedModel, check_finite, load
 from lm.runs.record import arm_hash, tokens_before_run, training_seeds
 from lm.runs.resume_checks import resume_problems, trained_config
-from lm.training.optimizers import GROUP_NAMES, freeze, saved_optimizer_state
+from lm.training.optimizers import PARAMETER_GROUP_NAMES, freeze, saved_optimizer_state
 
 # ---------------------------------------------------------------- checks that need no data
 
@@ -115,7 +115,7 @@ def _check_trainable(config: Config) -> None:
             setting = f"phases[{index}].normalizer" if config.phases else "model.normalizer"
             reason = f"{phase.normalizer.label()} has no parameters to train ({setting})"
             problems.append(Problem("train_only", config.train_only, reason, "drop train_only, or choose ssmax"))
-    for name in GROUP_NAMES:
+    for name in PARAMETER_GROUP_NAMES:
         if name not in groups and (options := getattr(config.optim.groups, name)) != ParameterGroup():
             reason = "no trained parameter is in this group"
             problems.append(Problem(f"optim.groups.{name}", to_plain(options), reason, "drop it"))

@@ -51,7 +51,7 @@ class StopOnSignal(StepCallback):
             trainer.should_stop = True
 
 
-class Metrics(StepCallback):
+class LogMetrics(StepCallback):
     """This callback logs metrics every `log.every` steps, and at the first and last step.
 
     Each line has the mean loss since the last line, the step's gradient norm and learning rate, and tokens per second.
@@ -117,7 +117,7 @@ def normalizer_parameters(decoder: Decoder) -> dict[str, float]:
 
 
 class ProgressBar(StepCallback):
-    """This callback shows the number of steps done, with the loss and speed that `Metrics` logged last."""
+    """This callback shows the number of steps done, with the loss and speed that `LogMetrics` logged last."""
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Show that the step is done."""

@@ -17,7 +17,7 @@ from lm.data.batches import (
     Batch,
     TextStream,
     TrainSequences,
-    assign_slots,
+    assign_slots_to_streams,
     long_window_starts,
     train_loader,
     train_sequences,
@@ -267,7 +267,7 @@ def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_
     weights: list[float], first: int, seed: int
 ):
     fractions = np.array(weights) / sum(weights)
-    streams, places = assign_slots(weights, (1, seed), np.arange(first, first + 3 * SLOTS_PER_BLOCK))
+    streams, places = assign_slots_to_streams(weights, (1, seed), np.arange(first, first + 3 * SLOTS_PER_BLOCK))
     slots = np.arange(first, first + 3 * SLOTS_PER_BLOCK)
     for number, fraction in enumerate(fractions):
         of_stream = streams == number
@@ -276,7 +276,7 @@ def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_
 
 
 def test_the_assignment_of_slots_never_changes_between_versions():
-    assigned = np.stack(assign_slots([0.5, 0.3, 0.2], (1, 2), np.arange(12) + 5 * SLOTS_PER_BLOCK)).tolist()
+    assigned = np.stack(assign_slots_to_streams([0.5, 0.3, 0.2], (1, 2), np.arange(12) + 5 * SLOTS_PER_BLOCK)).tolist()
     assert assigned == GOLDEN_ASSIGNMENT
 
 

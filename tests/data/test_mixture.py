@@ -23,7 +23,7 @@ from lm.config.data_config import (
 )
 from lm.config.load import load_config
 from lm.config.tree import Config
-from lm.data.batches import TrainSequences, assign_slots, train_sequences
+from lm.data.batches import TrainSequences, assign_slots_to_streams, train_sequences
 from lm.data.prepare import check_text_lengths, prepare, store_summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
@@ -192,7 +192,7 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
             rows, _ = stream.read(np.arange(400), 32)
             for sequence, start in zip(rows, stream.slot_starts(np.arange(400)), strict=True):
                 assert np.array_equal(sequence, np.take(part, range(start, start + 33), mode="wrap"))
-        streams, _ = assign_slots(sequences.stream_weights, sequences.seed_integers, np.arange(2000))
+        streams, _ = assign_slots_to_streams(sequences.stream_weights, sequences.seed_integers, np.arange(2000))
         assert (streams == 0).sum() == pytest.approx(2000 * weights[0], abs=2)
         assert sequences.batch(3).tokens.shape == (16, 32)
 

@@ -5,7 +5,7 @@ import torch
 
 from lm.config.training_config import ConstantRate, CosineRate, OptimConfig, WSDRate
 from lm.model.decoder import Decoder, projection_rows
-from lm.training.optimizers import GROUP_NAMES, make_optimizer, parameter_groups, set_learning_rates
+from lm.training.optimizers import PARAMETER_GROUP_NAMES, make_optimizer, parameter_groups, set_learning_rates
 
 
 def decoder(tiny, *options: str) -> Decoder:
@@ -26,13 +26,13 @@ def test_weight_decay_is_on_matrices_only(tiny):
     model = decoder(tiny, *options, "eval.long_context.length_factor=0")
     groups = parameter_groups(model, tiny("optim.optimizer.weight_decay=0.3").optim)
     assert {group["name"]: group["weight_decay"] for group in groups} == dict(
-        zip(GROUP_NAMES, (0.3, 0.3, 0.3, 0.0, 0.0), strict=True)
+        zip(PARAMETER_GROUP_NAMES, (0.3, 0.3, 0.3, 0.0, 0.0), strict=True)
     )
     names = {group["name"]: [name for name, _ in group["params"]] for group in groups}
     assert names["embedding"] == ["embedding.weight", "position.weight"]
     assert names["head"] == ["head.weight"]
     assert {p.dim() for group in groups if group["weight_decay"] for _, p in group["params"]} == {2}
-    assert {p.dim() for _, p in groups[GROUP_NAMES.index("vectors")]["params"]} == {1}
+    assert {p.dim() for _, p in groups[PARAMETER_GROUP_NAMES.index("vectors")]["params"]} == {1}
     assert all(".normalizer." in name for name in names["normalizer"])
     assert {name for group in names.values() for name in group} == {name for name, _ in model.named_parameters()}
     assert sum(map(len, names.values())) == len(list(model.parameters()))

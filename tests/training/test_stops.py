@@ -24,7 +24,7 @@ from lm.errors import RunError
 from lm.machine import STOP_SIGNALS
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.module import LanguageModel, StepData
-from lm.training.step_callbacks import Checkpoints, Metrics
+from lm.training.step_callbacks import Checkpoints, LogMetrics
 from lm.training.train import train
 
 
@@ -298,7 +298,7 @@ def test_a_kill_just_after_a_checkpoint_loses_no_step(tiny, monkeypatch: pytest.
         with pytest.raises(RunError, match="killed"):
             train(config)
     steps = []
-    monkeypatch.setattr(Metrics, "on_step", lambda self, trainer, module, step: steps.append(step))
+    monkeypatch.setattr(LogMetrics, "on_step", lambda self, trainer, module, step: steps.append(step))
     resumed = replace(config, resume="auto", trainer=replace(config.trainer, max_steps=max_steps))
     assert train(resumed) == 0
     assert steps == [*range(9, max_steps + 1)]
