@@ -291,7 +291,7 @@ class Judgement:
         which holds together with all others, one that holds by itself (`alone`), and one over seeds and documents.
         """
         arms = self.question.arms[self.question.target is not None :]
-        return [self._entry(size, arm, self.common_seeds[size]) for size in self.question.rates for arm in arms]
+        return [self._entry(size, arm) for size in self.question.rates for arm in arms]
 
     @cached_property
     def common_seeds(self) -> dict[str, np.ndarray]:
@@ -303,11 +303,11 @@ class Judgement:
                 common[size] &= is_finished
         return common
 
-    def _entry(self, size: str, arm: str, common_seeds: np.ndarray) -> dict[str, Plain]:
-        """Return the entry of an arm of a size in `entries`. `common_seeds`: the mask of the size."""
+    def _entry(self, size: str, arm: str) -> dict[str, Plain]:
+        """Return the entry of an arm of a size in `entries`."""
         question, runs = self.question, self.judged_runs(size, arm)
         values, is_finished = self.runs["value"][runs], self._is_finished[runs]
-        common_values = values[is_finished & common_seeds[: len(runs)]] if question.is_paired else values[is_finished]
+        common_values = values[is_finished & self.common_seeds[size][: len(runs)]]
         entry: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": (question.rates[size] or {}).get(arm),
             "runs": int(is_finished.sum()), "of": len(runs) or len(question.seeds),

@@ -324,13 +324,6 @@ def merge_bins_into_ranges(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([points, ranges.assign(until=ranges["stop"]).drop(columns="stop")]).sort_index()
 
 
-def starts_by_place(section: pd.DataFrame) -> dict[str, float]:
-    """Return where each point or range of a section's axis starts, by its label. Points ascend; ranges are in the
-    order of their end divided by the training length."""
-    section = section.drop_duplicates("place").sort_values("order", kind="stable")
-    return dict(zip(section["place"], section["x"], strict=True))
-
-
 def training_lengths(section: pd.DataFrame) -> list[int]:
     """Return the training lengths of a section's runs, ascending, if its axis is in tokens; else []."""
     has_tokens = [bool(metric.axis) and metric.axis.unit == "tokens" for metric in section["about"]]

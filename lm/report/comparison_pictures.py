@@ -20,7 +20,7 @@ from lm.report.comparison import (
 )
 from lm.report.pictures import HeatMap, Panel, Picture, Trace
 from lm.report.tables import axis_text, printable_text, with_unit
-from lm.runs.evaluations import point_means
+from lm.runs.evaluations import NATS, point_means
 from lm.runs.folder import DIVERGED_KEY, Curve
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import Interval
@@ -29,10 +29,9 @@ from lm.statistics.verdicts import seed_count_text
 
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
 MAX_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
-LOSS_UNIT = "nats per token"
 LOSS_TITLES = {
-    "train/loss": ("Training loss (train/loss)", LOSS_UNIT),
-    "val/loss": ("Validation loss (val/loss)", LOSS_UNIT),
+    "train/loss": ("Training loss (train/loss)", NATS),
+    "val/loss": ("Validation loss (val/loss)", NATS),
 }
 MAX_CURVE_POINTS = 60  # most points of a curve in a picture; of more, neighbours are merged
 SETTLING_FRACTION = 0.1  # fraction of a curve after which its values count for the ends of the y axis
@@ -121,7 +120,7 @@ def curves_picture(
             continue
         converged = [trace.y for run, trace in traces if run.state != DIVERGED_KEY]
         settled = [y[int(SETTLING_FRACTION * len(y)) :] for y in converged]
-        level = comparison.reference_level(LOSS_UNIT) if comparison and converged and name in LOSS_TITLES else None
+        level = comparison.reference_level(NATS) if comparison and converged and name in LOSS_TITLES else None
         y_range, note = _y_range(title, settled or [trace.y for _, trace in traces], level and level[1])
         means = []
         for arm in dict.fromkeys(run.arm for run in runs):

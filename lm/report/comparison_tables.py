@@ -16,7 +16,6 @@ from lm.report.comparison import (
     Difference,
     MetricName,
     RunsByArm,
-    starts_by_place,
     training_lengths,
 )
 from lm.report.tables import (
@@ -69,10 +68,12 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
     diverged = [sum(comparison.runs[run].state == DIVERGED_KEY for run in runs_by_row[row]) for row in rows]
     columns += [(Column("diverged"), [str(count) for count in diverged])] if any(diverged) else []
     levels, lengths = list[FilledColumn](), training_lengths(section)
+    # points ascend; ranges are in the order of their end divided by the training length
+    places = section.drop_duplicates("place").sort_values("order", kind="stable")
     for quantity, means in section.groupby("quantity", sort=False):
         metric, has_units = means["about"].iloc[0], means["sample"].notna().any()
         names = [MetricName(title, axis_kind, quantity, task_label, setting) for task_label, setting, _ in rows]
-        for place, start in starts_by_place(section).items():
+        for place, start in zip(places["place"], places["x"], strict=True):
             cells = [comparison.arm_means.get((name, place, arm)) for name, arm in zip(names, arms, strict=True)]
             heading = place
             if axis_kind == "points" and len(lengths) == 1:
