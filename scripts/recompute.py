@@ -18,7 +18,6 @@ from committed_results import KEPT_DIAGNOSTICS, ROOT, markdown_table
 from loss_results import LONG_CONTEXT_SETTINGS, LossResults
 from overview import Overview
 from recall_results import RecallResults
-from size_results import LossResultsBySize
 
 ARM_LABELS = {
     "softmax": "softmax",
@@ -162,8 +161,6 @@ EXTENSION_LABELS = {
     for end, words in {"": "", "_theta": ", base x 4", "_yarn": ", YaRN", "_nope": ", no positions"}.items()
     for arm in ("softmax", "ssmax", "log_n")
 } | {"not_extended": "softmax, 256 tokens to the end"}
-SIZES = {"0.25M": 0.25, "0.41M": 0.41, "1.3M": 1.31}  # parameters in millions
-SIZE_ARM_LABELS = {arm: NORMALIZER_LABELS[arm] for arm in ("ssmax", "log_n", "forget", "stick_breaking")}
 RECALL_ALL_RESULTS = RecallResults(
     "recall-all",
     "retrieval.md",
@@ -276,20 +273,6 @@ ALL_RESULTS = (
         LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
         matters=0.03,
         ranks_arms=True,
-    ),
-    LossResultsBySize(
-        "sizes",
-        "text-normalizers.md",
-        {
-            f"{size} {arm}": f"{label}, {size}"
-            for size in SIZES
-            for arm, label in ({"softmax": "softmax"} | SIZE_ARM_LABELS).items()
-        },
-        tuple((f"{size} {arm}", f"{size} softmax") for size in SIZES for arm in SIZE_ARM_LABELS),
-        LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
-        matters=0.05,
-        parameters=SIZES,
-        arm_labels=SIZE_ARM_LABELS,
     ),
     LossResults(
         "text-layers",
