@@ -105,11 +105,11 @@ def column_documents(
     column: str,
     location: str,
     parse: DocumentParser = checked_text,
-    offset: int = 0,
+    row_offset: int = 0,
 ) -> Documents:
     """Yield the documents in a column of Arrow tables, and their locations.
 
-    offset: number of the file's rows before these tables, for row numbers in errors.
+    row_offset: number of the file's rows before these tables, for row numbers in errors.
     """
 
     def document(scalar: "pyarrow.Scalar", location: str) -> str | np.ndarray:
@@ -121,7 +121,7 @@ def column_documents(
             raise UnreadableError(f"{location} is not UTF-8; {UTF8_REMEDY}") from None
         return parse(value, location)
 
-    row_number = offset
+    row_number = row_offset
     for table in tables:
         check_column(location, column, table.schema.names)
         for scalar in table.column(column):

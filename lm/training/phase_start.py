@@ -300,17 +300,17 @@ def _check_tokenizer(config: Config, store: Store, model: LoadedModel) -> None:
 # ---------------------------------------------------------------- a resumed run or a branch, or a run's next phase
 
 
-def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
+def start_from_checkpoint(config: Config, checkpoint_content: dict[str, object]) -> PhaseStart:
     """Return the start of training from a checkpoint. If it was saved at the end of a phase, the start has the next
     phase's normalizers and positions.
     """
-    metadata = checkpoint["lm"]
+    metadata = checkpoint_content["lm"]
     phase = config.phase_index(metadata["step"])
     decoder = Decoder(config.model_in_phase(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     state = RunState.from_metadata(metadata, config.run_folder / CHECKPOINTS_FOLDER)
-    start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint)
+    start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint_content)
     if (model := config.model_in_phase(phase)) != decoder.config:
-        decoder.load_state_dict(checkpoint["state_dict"])
+        decoder.load_state_dict(checkpoint_content["state_dict"])
         is_swap = model.normalizer != decoder.config.normalizer
         start.decoder, start.replaced_decoder = rebuild_decoder(decoder, model, is_swap), decoder
     freeze(start.decoder, config.train_only)
