@@ -5,7 +5,6 @@ heads, T tokens, D head size, E width of the values.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.kernels import kernel_problem, output_and_gradients, without_autocast
+from lm.attention.kernels import kernel_problem, output_and_gradients, triton_is_interpreted, without_autocast
 from lm.attention.layout import keep_uncompiled
 from lm.attention.routes import MIN_SUM, block_ranges, gradient_before_division
 
@@ -145,13 +144,6 @@ def _compute_tile_scores(
 
 
 # ---------------------------------------------------------------- the Triton kernel, or tiles
-
-
-def triton_is_interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. The interpreter is slow,
-    but runs on any device.
-    """
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_no_triton(device: torch.device, dtype: torch.dtype, head_size: int) -> str:

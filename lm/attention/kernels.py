@@ -50,6 +50,13 @@ def compiled_code_folder() -> Path | None:
     return None
 
 
+def triton_is_interpreted() -> bool:
+    """Return whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. The interpreter is slow,
+    but runs on any device.
+    """
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Return a context without autocast, in which the dtypes of operands alone decide the dtype of a computation."""
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.elementwise_sums import triton_is_interpreted
+from lm.attention.kernels import triton_is_interpreted
 from lm.attention.routes import MIN_SUM, gradient_before_division
 
 KERNEL_MIN_SUM = tl.constexpr(MIN_SUM)

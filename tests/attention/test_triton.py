@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.attention.elementwise_sums import triton_is_interpreted, why_no_triton
+from lm.attention.elementwise_sums import why_no_triton
+from lm.attention.kernels import triton_is_interpreted
 
 triton = pytest.importorskip("triton", minversion="3.4")
 
