@@ -25,8 +25,8 @@ from lm.cli import main
 from lm.config.data_config import DataConfig
 from lm.config.load import load_config
 from lm.config.tree import Config
-from lm.experiments.loop import ChildProcesses, Devices
 from lm.experiments.procedure import Run
+from lm.experiments.trainer import ChildProcesses, Devices
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -138,7 +138,7 @@ def runs_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         output.write_text(result.stdout + result.stderr)
         return result.returncode
 
-    monkeypatch.setattr("lm.experiments.loop.ThreadPoolExecutor", InlineExecutor)
+    monkeypatch.setattr("lm.experiments.trainer.ThreadPoolExecutor", InlineExecutor)
     monkeypatch.setattr(ChildProcesses, "_execute", execute)
 
 

@@ -10,9 +10,9 @@ import pandas as pd
 
 from lm.evaluation.held_out import Validation
 from lm.evaluation.measurement import metric_rows, sampling_unit_frame
-from lm.experiments.loop import ExperimentTrainer
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.trainer import ExperimentTrainer
 from lm.files import write_together
 from lm.plain import Plain
 from lm.report.html import PAGE_FILE

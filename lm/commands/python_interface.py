@@ -27,7 +27,7 @@ from lm.experiments.compare import TrainingOptions, compare_experiments, open_ex
 from lm.experiments.definition import read_experiments
 from lm.experiments.judging import INTERVAL_KEYS
 from lm.experiments.page import REPORT, VERDICTS
-from lm.experiments.run_table import Direction, judge_table
+from lm.experiments.run_table import BetterDirection, judge_table
 from lm.machine import start_child
 from lm.report.frame import evaluation_block, frame, results, run_columns
 from lm.report.html import PAGE_FILE
@@ -145,7 +145,7 @@ def compare(
 def judge(
     table: str | os.PathLike | pd.DataFrame,
     metric: str = "",
-    better: Direction | None = None,
+    better: BetterDirection | None = None,
     matters: float = 0.01,
     baseline: str | None = None,
     where: str = "",
@@ -180,7 +180,7 @@ def judge(
     """
     columns = (by,) if isinstance(by, str) else by
     judgement = judge_table(table, metric, better, matters, baseline, where, columns, arm, seed, target, unpaired)
-    return _verdict_frame(io.StringIO(csv_text(judgement.entries(), intervals=INTERVAL_KEYS)))
+    return _verdict_frame(io.StringIO(csv_text(judgement.summary_rows(), intervals=INTERVAL_KEYS)))
 
 
 def _verdict_frame(csv_file: Path | io.StringIO) -> pd.DataFrame:

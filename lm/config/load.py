@@ -191,17 +191,17 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
         return build_named_block(NORMALIZER_OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
 
 
-def parse_config(plain_config: dict[str, Plain]) -> Config:
+def parse_config(config_dict: dict[str, Plain]) -> Config:
     """Build and check a configuration from plain data; interpolations `${...}` are not resolved.
 
     Raises ConfigError: one message lists all problems of single keys, or if there are none, all contradictions between
     keys. A refused value is replaced by the key's default, so rules between keys are not checked after it.
     """
     problems: list[Problem] = []
-    config = build_block(Config, plain_config, "", problems)
-    if config.trainer.tokens_per_parameter and "max_steps" not in plain_config["trainer"]:
+    config = build_block(Config, config_dict, "", problems)
+    if config.trainer.tokens_per_parameter and "max_steps" not in config_dict["trainer"]:
         config.trainer.max_steps = None  # not the default, beside tokens_per_parameter
-    model = plain_config.get("model") if config.phases else None
+    model = config_dict.get("model") if config.phases else None
     normalizer = config.model.normalizer
     if config.phases and not (isinstance(model, dict) and "normalizer" in model):
         normalizer = config.model.normalizer = config.phases[0].normalizer or normalizer

@@ -118,17 +118,17 @@ def override_text(key: str, value: object) -> str:
 # ---------------------------------------------------------------- interpolation
 
 
-def resolve_interpolations(plain_config: dict[str, Plain]) -> dict[str, Plain]:
+def resolve_interpolations(config_dict: dict[str, Plain]) -> dict[str, Plain]:
     """Return a configuration that a user wrote, with the interpolations `${...}` in its values resolved.
 
     Configurations of checkpoints and exports are never resolved: `${...}` could read the user's environment variables.
 
     Raises ConfigError: an interpolation can't be resolved, or a value is `???`, which must be replaced.
     """
-    if not re.search(r"\$\{|\?{3}", str(plain_config)):  # OmegaConf takes several times as long as all that follows
-        return plain_config
+    if not re.search(r"\$\{|\?{3}", str(config_dict)):  # OmegaConf takes several times as long as all that follows
+        return config_dict
     try:
-        config = OmegaConf.create(plain_config)
+        config = OmegaConf.create(config_dict)
         if missing_paths := OmegaConf.missing_keys(config):
             raise ConfigError(
                 [Problem(path, "???", "must be given", "replace ??? by a value") for path in sorted(missing_paths)]

@@ -21,18 +21,18 @@ from lm.data.prepare import expected_vocab_size, prepare
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.evaluation.held_out import validation_sequences
-from lm.experiments.definition import SHARED_SETTINGS, Experiment, present_plan, read_experiment, size_name
-from lm.experiments.judging import experiment_noise
-from lm.experiments.loop import (
+from lm.experiments.definition import SHARED_SETTINGS, Experiment, name_with_size, present_plan, read_experiment
+from lm.experiments.judging import experiment_noise_text
+from lm.experiments.page import send_experiment_to_wandb, write_verdicts
+from lm.experiments.procedure import Procedure, Run, forget_failures, remaining_commands
+from lm.experiments.trainer import (
     Cluster,
     Devices,
     Engine,
     ExperimentTrainer,
     RunsFailed,
-    run_slots,
+    device_slots,
 )
-from lm.experiments.page import send_experiment, write_verdicts
-from lm.experiments.procedure import Procedure, Run, forget_failures, remaining_commands
 from lm.files import folder_lock, json_bytes
 from lm.machine import threads_per_process
 from lm.model.decoder import Decoder
@@ -45,8 +45,8 @@ from lm.runs.record import run_starts
 from lm.statistics.sampling_units import model_selection_mask
 
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
-PLAN = "planned"
-_OTHER_NAME = "give the experiment's file another name, or set runs=..."
+PLAN_KEY = "planned"
+_NAME_REMEDY = "give the experiment's file another name, or set runs=..."
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ def compare_experiments(
             write_verdicts(open_experiment(experiment))
             continue
         # before text is prepared: there may be too few GPUs
-        slots = [()] * options.workers if options.engine else run_slots(experiment, options.jobs, options.jobs_per_gpu)
+        slots = (
+            [()] * options.workers if options.engine else device_slots(experiment, options.jobs, options.jobs_per_gpu)
+        )
         jobs = 1 if options.engine else len(slots)
         if plan_only:
             print("\n".join(plan_lines(open_experiment(experiment, jobs), slots)))
@@ -91,7 +93,7 @@ def compare_experiments(
             if options.engine:
                 cluster = Cluster(experiment.folder, options.job_options, options.engine)
                 _start_in_job(experiment, cluster)
-            procedure = start(experiment, jobs)
+            procedure = start_experiment(experiment, jobs)
             print("\n".join(plan_lines(procedure, slots)), flush=True)
             if options.retry:
                 forget_failures(procedure)
@@ -103,7 +105,7 @@ def compare_experiments(
                     continue  # there is nothing to judge
             entries = write_verdicts(procedure)
             try:
-                send_experiment(procedure, entries)
+                send_experiment_to_wandb(procedure, entries)
             except RunError as error:  # later experiments are trained all the same
                 failure_words.append(str(error))
     if failure_words:
@@ -112,14 +114,14 @@ def compare_experiments(
 
 def print_commands(experiments: list[Experiment], options: TrainingOptions) -> None:
     """Print, for each run that can be started now, one line with the shell commands that train it. Raises LMError as
-    `start` does.
+    `start_experiment` does.
     """
     for experiment in experiments:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
-            procedure = start(experiment, options.jobs or 1)
+            procedure = start_experiment(experiment, options.jobs or 1)
             if options.retry:
                 forget_failures(procedure)
-        for run in ExperimentTrainer(procedure, [()]).free_runs():
+        for run in ExperimentTrainer(procedure, [()]).runs_to_start():
             python = [sys.executable, "-P", "-m", "lm"]  # -P: a folder `lm` in the current one is not the package
             shell_commands = [shlex.join([*python, *command]) for command in remaining_commands(run)]
             print(" && ".join(shell_commands), flush=True)
@@ -132,7 +134,7 @@ def _start_in_job(experiment: Experiment, cluster: Cluster) -> None:
     if not (experiment.folder / RESOLVED_FILE).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
         file, overrides = experiment.file, [*experiment.overrides]
-        cluster.result(cluster.submit(lambda: start(read_experiment(file, overrides))))
+        cluster.result(cluster.submit(lambda: start_experiment(read_experiment(file, overrides))))
 
 
 # ---------------------------------------------------------------- opening and starting an experiment
@@ -169,14 +171,14 @@ def open_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
     Raises RunError: the experiment's folder is a run folder, or RESOLVED_FILE is damaged.
     """
     if (experiment.folder / CONFIG_FILE).exists():
-        raise RunError(f"{experiment.folder}: a run folder; {_OTHER_NAME}")
+        raise RunError(f"{experiment.folder}: a run folder; {_NAME_REMEDY}")
     recorded = _first_start_record(experiment)
-    procedure = Procedure(experiment.with_open_settings(recorded or _machine_settings(experiment, jobs)))
+    procedure = Procedure(experiment.fill_open_settings(recorded or _machine_settings(experiment, jobs)))
     _compare_with_plan(procedure, recorded)
     return procedure
 
 
-def start(experiment: Experiment, jobs: int = 1) -> Procedure:
+def start_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share.
 
     Raises LMError: as for `open_experiment`; or the text can't be prepared, or differs from the text of the first runs.
@@ -186,17 +188,17 @@ def start(experiment: Experiment, jobs: int = 1) -> Procedure:
     experiment, file = procedure.experiment, procedure.experiment.folder / RESOLVED_FILE
     _check_held_out_text(experiment, store)
     trainer, recorded = experiment.first_config.trainer, _first_start_record(experiment)
-    has_measured_runs = is_measured(experiment)
+    has_measured_runs = has_final_evaluations(experiment)
     plan = None if has_measured_runs else present_plan(experiment)
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     settings |= recorded
     # the plan may change before a final run is measured
-    if not recorded or (not has_measured_runs and settings.get(PLAN) != plan):
-        settings[PLAN] = plan
+    if not recorded or (not has_measured_runs and settings.get(PLAN_KEY) != plan):
+        settings[PLAN_KEY] = plan
         file.parent.mkdir(parents=True, exist_ok=True)
         write_files(file.parent, {file.name: json_bytes(settings)})
     if settings["data_fingerprint"] != store.fingerprint:
-        raise RunError(f"{file}: the text is not what the first runs were trained on; {_OTHER_NAME}")
+        raise RunError(f"{file}: the text is not what the first runs were trained on; {_NAME_REMEDY}")
     return procedure
 
 
@@ -244,7 +246,7 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 # ---------------------------------------------------------------- what was changed since the plan
 
 
-def is_measured(experiment: Experiment) -> bool:
+def has_final_evaluations(experiment: Experiment) -> bool:
     """Return whether the experiment's folder has an evaluation of a final run (a run that is judged), of any
     configuration."""
     configs = chain(*(experiment.folder.glob(pattern) for pattern in (f"*/{CONFIG_FILE}", f"*/*/{CONFIG_FILE}")))
@@ -276,21 +278,21 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
     A change of an arm concerns the verdicts on this arm and on arms that start from its weights. Changes of the
     baseline and all other changes concern all verdicts. Changes of tuning are noted, but make no verdict exploratory.
     """
-    experiment, plan, present = procedure.experiment, recorded.get(PLAN), present_plan(procedure.experiment)
-    if plan == present or not is_measured(experiment):
+    experiment, plan, present = procedure.experiment, recorded.get(PLAN_KEY), present_plan(procedure.experiment)
+    if plan == present or not has_final_evaluations(experiment):
         return
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
     if plan is None:
         note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
         procedure.plan_notes, procedure.exploratory_arms = [note], every_arm
         return
-    changes, sources = _describe_changes(plan, present), {arm.name: arm.source for arm in experiment.arms}
+    changes, sources = _describe_changes(plan, present), {arm.name: arm.source_arm for arm in experiment.arms}
     shared = changes.pop("", [])
     tuning = [words for words in shared if words.startswith("tune.")]
     words = [words for words in shared if words not in tuning]
 
     def is_changed(size: str, arm: str) -> bool:
-        return bool(arm) and (size_name(size, arm) in changes or is_changed(size, sources[arm]))
+        return bool(arm) and (name_with_size(size, arm) in changes or is_changed(size, sources[arm]))
 
     concerns_all = words or changes.keys() - present["arms"].keys()
     concerns_all = concerns_all or any(is_changed(size, experiment.arms[0].name) for size in experiment.sizes)
@@ -313,7 +315,8 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     tune, primary = experiment.tune, experiment.primary
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
     for (size, arm), run in run_costs.items():
-        yield f" {size_name(size, arm)}: {run.parameters / 1e6:.2f} M parameters, {run.tokens / 1e6:.2f} M tokens a run"
+        resources = f"{run.parameters / 1e6:.2f} M parameters, {run.tokens / 1e6:.2f} M tokens a run"
+        yield f" {name_with_size(size, arm)}: {resources}"
     tuning = f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
         rates, seeds = ", ".join(f"{rate:g}" for rate in tune.grid), ", ".join(map(str, tune.seeds))
@@ -343,7 +346,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     yield f"done: {len(ended_runs)} of the {len(known_runs)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; a difference of {primary.matters:g} matters"
     yield from judgement.power_sentences(len(experiment.seeds))
-    yield from filter(None, [experiment_noise(judgement)])
+    yield from filter(None, [experiment_noise_text(judgement)])
     yield from procedure.notes()
     trainers = [experiment.example_config(size, arm).trainer for size, arm in experiment.size_arms]
     settings = [
@@ -353,7 +356,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """Holds the resources that one run takes."""
 
     parameters: int  # number of the model's parameters
@@ -361,15 +364,15 @@ class Cost:
     flops: int  # floating-point operations of its training
 
 
-def run_cost(config: Config, vocab_size: int, first_step: int = 0) -> Cost:
+def run_cost(config: Config, vocab_size: int, first_step: int = 0) -> RunCost:
     """Return the resources of a run that is trained from `first_step` on."""
     with torch.device("meta"):
         decoder = Decoder(config.model_in_phase(0), vocab_size, config.data.seq_len, seed=None)
     tokens = config.optim.batch_tokens * (config.trainer.max_steps - first_step)
-    return Cost(count_parameters(decoder)["total"], tokens, flops_per_token(decoder) * tokens)
+    return RunCost(count_parameters(decoder)["total"], tokens, flops_per_token(decoder) * tokens)
 
 
-def costs_by_arm(procedure: Procedure) -> dict[tuple[str, str], Cost]:
+def costs_by_arm(procedure: Procedure) -> dict[tuple[str, str], RunCost]:
     """Return the resources of a run of each size and arm; {} if the size of the vocabulary is unknown before text is
     prepared."""
     experiment, costs_of_arms = procedure.experiment, {}

@@ -33,16 +33,21 @@ from lm.plugins import PLUGINS
 from lm.runs.evaluations import Metric
 from lm.runs.folder import CHECKPOINTS_FOLDER, SWAPPED_FOLDER, checkpoint_path
 
-_UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
+_INDEPENDENT_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 _SEEDS_REMEDY = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 # keys of `data` that decide what the token store holds
 _STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
 # configuration keys that the experiment sets in each run
-_EXPERIMENT_KEYS = ("seed", "data.seed", "name")
-_EXPERIMENT_KEYS += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
-_RESERVED_NAMES = ("logs", "report", SWAPPED_FOLDER, "workers")  # folders beside those of sizes, which have other names
+_KEYS_SET_PER_RUN = ("seed", "data.seed", "name")
+_KEYS_SET_PER_RUN += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
+_RESERVED_FOLDERS = (
+    "logs",
+    "report",
+    SWAPPED_FOLDER,
+    "workers",
+)  # folders beside those of sizes, which have other names
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Arm:
 
     name: str
     changes: dict[str, Plain]  # how the arm's configuration differs from the base
-    source: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
+    source_arm: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
     is_trained: bool = True  # False: the swapped weights are measured without further training
     # the step of `source` at which the arm branches off, with optimizer state and position in the data; None: no branch
@@ -116,10 +121,10 @@ class Experiment:
     file: Path
     overrides: tuple[str, ...]
     # the runs that the file `tune.table` lists, as `Procedure.tuning_runs` gives them; None without this file
-    table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
+    tuning_table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
     # keys of `eval` for the measurement of finished runs, in addition to the evaluations during training
-    evaluate: dict[str, Plain] = field(default_factory=dict)
-    # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
+    evaluation_changes: dict[str, Plain] = field(default_factory=dict)
+    # parsed configurations, by the values of all keys except `_INDEPENDENT_KEYS`
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -133,16 +138,16 @@ class Experiment:
         return bool(self.tune.grid or self.tune.table)
 
     @property
-    def choice_metric(self) -> str:
+    def rate_choice_metric(self) -> str:
         """Return the name, in tables, of the metric by which learning rates are chosen."""
         return SELECTION_METRIC if self.tune.metric == SELECTION_METRIC else self.primary.metric
 
     @property
-    def choice_sign(self) -> int:
+    def rate_choice_sign(self) -> int:
         """Return -1 if rates are chosen by a metric of which higher values are better, else 1."""
         return -1 if self.tune.metric == "primary" and self.primary.better == "higher" else 1
 
-    def data_words(self, metric: str, part: Literal["selection", "report"]) -> str:
+    def measured_data_text(self, metric: str, part: Literal["selection", "report"]) -> str:
         """Name the data that a metric is measured on: `all questions` for a primary metric of questions, else held-out
         text. `selection` text chooses rates, `report` text gives results."""
         is_primary = metric == self.primary.metric
@@ -174,17 +179,17 @@ class Experiment:
         return [*product(self.sizes, self.arms)]
 
     @property
-    def any_rate(self) -> Rate | None:
+    def example_rate(self) -> Rate | None:
         """Return an example of a rate: the first one of the grid or of the table; None without tuning."""
-        rates = self.tune.grid if self.table is None else self.table["rate"].tolist()
+        rates = self.tune.grid if self.tuning_table is None else self.tuning_table["rate"].tolist()
         return next(iter(rates), None)
 
     def example_config(self, size: str, arm: Arm) -> Config:
         """Return a configuration of an arm for checks and counts before runs are known. The run is named `any` and has
-        the first seed and the rate `any_rate`. Raises ConfigError: the configuration is wrong."""
-        return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
+        the first seed and the rate `example_rate`. Raises ConfigError: the configuration is wrong."""
+        return self.config(size, arm, self.seeds[0], self.example_rate, {"name": "any"})
 
-    def plain_config(
+    def config_dict(
         self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]
     ) -> dict[str, Plain]:
         """Return the plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all
@@ -193,11 +198,11 @@ class Experiment:
         return reduce(merge, (self.base, self.sizes[size], arm.changes, tuned, {"seed": seed}, changes))
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """Build the configuration of one run; arguments are as for `plain_config`. Runs that differ only in
-        `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError: the
+        """Build the configuration of one run; arguments are as for `config_dict`. Runs that differ only in
+        `_INDEPENDENT_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError: the
         configuration is wrong."""
-        plain = resolve_interpolations(self.plain_config(size, arm, seed, rate, changes))
-        own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
+        plain = resolve_interpolations(self.config_dict(size, arm, seed, rate, changes))
+        own_keys = {name: plain[name] for name in _INDEPENDENT_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
             with PLUGINS.trust_user_text():  # the user's file names the plugins
@@ -243,7 +248,7 @@ class Experiment:
         place = ExperimentConfig(self.name, arm.name, size or None, stage, rate)
         return replace(config, **start, name=f"{stem}-{digest}", experiment=place)
 
-    def with_open_settings(self, settings: dict[str, Plain]) -> "Experiment":
+    def fill_open_settings(self, settings: dict[str, Plain]) -> "Experiment":
         """Return the experiment with the `SHARED_SETTINGS` in `settings`, where its base leaves them open."""
         trainer = self.base.get("trainer", {})  # sizes and arms may set these keys, too
         names = (name for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings)
@@ -251,13 +256,13 @@ class Experiment:
 
     def measurement_config(self, config: Config) -> Config:
         """Return `config` with the keys of `evaluate` laid over it. Raises ConfigError: the result is wrong."""
-        return parse_config(merge(to_plain(config), self.evaluate)) if self.evaluate else config
+        return parse_config(merge(to_plain(config), self.evaluation_changes)) if self.evaluation_changes else config
 
     @cached_property
-    def required_options(self) -> dict[SizeArm, OptionsByKind]:
+    def required_eval_options(self) -> dict[SizeArm, OptionsByKind]:
         """Return the options that `evaluate` sets, by size and arm, then by kind of evaluation; {} without them."""
         required = {}
-        for size, arm in self.size_arms if self.evaluate else ():
+        for size, arm in self.size_arms if self.evaluation_changes else ():
             config = self.measurement_config(self.example_config(size, arm))
             kinds = config.eval.wanted_kinds(config.data)
             required[size, arm.name] = {kind: config.eval.measurement_options(kind) for kind in kinds}
@@ -269,29 +274,29 @@ class Experiment:
         (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kind_options
         steps = config.trainer.max_steps
         due_kinds = [kind for kind in wanted_kinds if not arm.is_trained or kinds[kind].is_due(steps, steps)]
-        own_options = {kind: config.eval.measurement_options(kind) for kind in ("validation", *kinds)}
-        return due_kinds, self.required_options.get((size, arm.name), {}), own_options
+        run_eval_options = {kind: config.eval.measurement_options(kind) for kind in ("validation", *kinds)}
+        return due_kinds, self.required_eval_options.get((size, arm.name), {}), run_eval_options
 
     @property
-    def evaluate_overrides(self) -> list[str]:
+    def evaluation_overrides(self) -> list[str]:
         """Return the keys of `evaluate` as `KEY=VALUE` arguments of `lm eval`."""
-        return [override_text(name, value) for name, value in self.evaluate.items()]
+        return [override_text(name, value) for name, value in self.evaluation_changes.items()]
 
 
 def config_hash(config: Config) -> str:
     """Hash the keys that decide what a run learns and how it is measured, to eight hexadecimal digits. Keys that are
     null are left out, so that later keys don't change it. `Experiment.run_config` makes the paths relative."""
-    text = json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str)
+    text = json.dumps(result_deciding_keys(to_plain(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
+def result_deciding_keys(config_dict: dict[str, Plain]) -> dict[str, Plain]:
     """Return the dotted keys that decide what a run learns and how it is measured. Null values are left out; keys that
     were removed since 0.11.0 have their defaults."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
-    keys = flatten(plain).items()
+    keys = flatten(config_dict).items()
     present = {path: value for path, value in keys if value is not None and key_effect(path).affects in areas}
-    return present | dict(removed_hashed_defaults(plain))
+    return present | dict(removed_hashed_defaults(config_dict))
 
 
 def present_plan(experiment: Experiment) -> dict[str, dict]:
@@ -304,19 +309,19 @@ def present_plan(experiment: Experiment) -> dict[str, dict]:
     for size in experiment.sizes:
         measurement = experiment.measurement_config(experiment.config(size, baseline, 0, None, {"name": "any"}))
         options = measurement.eval.measurement_options(find_metric(measurement, primary.metric)[0].kind)
-        shared |= {size_name(size, f"{primary.metric}: {key}"): value for key, value in options.items()}
+        shared |= {name_with_size(size, f"{primary.metric}: {key}"): value for key, value in options.items()}
     shared |= {f"tune.{key}": value for key, value in vars(experiment.tune).items()}
-    if experiment.table is not None:
-        rows = sorted(experiment.table.to_csv(index=False).splitlines())
+    if experiment.tuning_table is not None:
+        rows = sorted(experiment.tuning_table.to_csv(index=False).splitlines())
         shared["tune.table"] = f"{experiment.tune.table} {json_sha256(rows)[:8]}"
     for size, arm in experiment.size_arms:
         start_keys = {"swap": arm.swap and vars(arm.swap), "train": arm.is_trained, "step": arm.branch_step}
-        keys = deciding_keys(to_plain(experiment.config(size, arm, 0, None, {"name": "any"})))
-        arms[size_name(size, arm.name)] = keys | ({"from": arm.source} | start_keys if arm.source else {})
+        keys = result_deciding_keys(to_plain(experiment.config(size, arm, 0, None, {"name": "any"})))
+        arms[name_with_size(size, arm.name)] = keys | ({"from": arm.source_arm} | start_keys if arm.source_arm else {})
     return {"shared": shared, "arms": arms}
 
 
-def size_name(size: str, name: str) -> str:
+def name_with_size(size: str, name: str) -> str:
     """Return SIZE/NAME, which tells apart things of one name in several sizes; NAME in an experiment without sizes."""
     return f"{size}/{name}" if size else name
 
@@ -342,7 +347,7 @@ class _FileKeys:
             problems.append(Problem("seeds", self.seeds, "must be different seeds, at least one"))
         if self.tune.grid and (shared := sorted({*self.seeds} & {*self.tune.seeds})):
             problems.append(Problem("tune.seeds", shared, "are also final seeds", _SEEDS_REMEDY))
-        if self.tune.key in _EXPERIMENT_KEYS or not distinguishes_arms(self.tune.key):
+        if self.tune.key in _KEYS_SET_PER_RUN or not distinguishes_arms(self.tune.key):
             remedy = "name a key of the optimizer, such as optim.lr"
             problems.append(Problem("tune.key", self.tune.key, "is nothing that training depends on", remedy))
         return problems
@@ -377,7 +382,7 @@ def read_experiment(file: str | Path, overrides: list[str]) -> Experiment:
     """
     file = presets.find(file, "experiments")
     try:
-        experiment = _set_steps(_parse_experiment(file, overrides))
+        experiment = _set_max_steps(_parse_experiment(file, overrides))
         _check_experiment(experiment)
     except ConfigError as error:
         raise error if str(error).startswith(f"{file}: ") else ConfigError(f"{file}: {error}") from None
@@ -422,9 +427,9 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
     """
     plains = {}
     for size, arm in experiment.size_arms:
-        names = (*_EXPERIMENT_KEYS, *(("init_from", "branch_from") if arm.source else ()))
+        names = (*_KEYS_SET_PER_RUN, *(("init_from", "branch_from") if arm.source_arm else ()))
         changes = nest_keys(dict.fromkeys(names, "as the experiment sets it"))
-        plains[size, arm.name] = flatten(experiment.plain_config(size, arm, 0, experiment.any_rate, changes))
+        plains[size, arm.name] = flatten(experiment.config_dict(size, arm, 0, experiment.example_rate, changes))
     for start, block in blocks.items():
         own = [plain for (size, arm), plain in plains.items() if start in ("", f"arms.{arm}.", f"sizes.{size}.")]
         for path, value in flatten({name: value for name, value in block.items() if name != "base"}).items():
@@ -433,8 +438,10 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
                 yield Problem(f"{start}{path}", value, "is set by the experiment, so this has no effect", remedy)
 
 
-def _parse_arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
-    """Read an arm's block, and take the keys of `_ArmKeys` and `from` out of it. `earlier` are the arms before it.
+def _parse_arm(
+    name: str, block: dict[str, Plain], earlier_arms: dict[str, Arm], file: Path, problems: list[Problem]
+) -> Arm:
+    """Read an arm's block, and take the keys of `_ArmKeys` and `from` out of it. `earlier_arms` are the arms before it.
     Problems are added to `problems`; problems inside `swap` are found later, when the configuration is parsed."""
     path, source = f"arms.{name}", block.pop("from", None)
     start = build_block(
@@ -445,9 +452,11 @@ def _parse_arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file
     def refuse(key: str, value: Plain, reason: str, remedy: str) -> None:
         problems.append(Problem(f"{path}.{key}", value, reason, remedy))
 
-    if source is not None and source_name not in earlier:
+    if source is not None and source_name not in earlier_arms:
         baseline_words = "the first arm is the baseline, which starts from random weights"
-        refuse("from", source, "is no earlier arm", suggest(source_name, earlier) if earlier else baseline_words)
+        refuse(
+            "from", source, "is no earlier arm", suggest(source_name, earlier_arms) if earlier_arms else baseline_words
+        )
     if source is None and swap:
         refuse("swap", to_plain(swap), "there are no weights to swap", "say of which arm: `from`")
     if start.step is not None and (source is None or swap or not start.train):
@@ -467,8 +476,8 @@ def _parse_arm(name: str, block: dict[str, Plain], earlier: dict[str, Arm], file
             normalizer |= {"init": init} if init is not None and swap.init is None else {}
         changes = merge(changes, {"model": {"normalizer": normalizer}})
     # its changes are laid over its source's
-    if source_name in earlier and (start.step is not None or not start.train):
-        changes = merge(merge(earlier[source_name].changes, {} if start.train else {"phases": []}), changes)
+    if source_name in earlier_arms and (start.step is not None or not start.train):
+        changes = merge(merge(earlier_arms[source_name].changes, {} if start.train else {"phases": []}), changes)
     return Arm(name, changes, "" if source is None else source_name, swap, start.train, start.step)
 
 
@@ -481,9 +490,9 @@ def _named_blocks(key: str, value: dict, problems: list[Problem]) -> dict[str, d
     for name, changes in value.items():
         text = "" if isinstance(name, bool | None) else str(name)  # YAML reads on, yes and null as values
         is_name = text[:1].isalnum() and len(text) <= 40 and all(char.isalnum() or char in "-_." for char in text)
-        if not is_name or (key == "sizes" and text in _RESERVED_NAMES):
+        if not is_name or (key == "sizes" and text in _RESERVED_FOLDERS):
             reason = "must be a name of at most 40 letters, digits, '-', '_' and '.', which begins with no sign"
-            remedy = f"choose another, not {', '.join(_RESERVED_NAMES)}, or put it in quotes"
+            remedy = f"choose another, not {', '.join(_RESERVED_FOLDERS)}, or put it in quotes"
             problems.append(Problem(f"{key}.{name}", name, reason, remedy))
         elif not isinstance(changes, dict | None):
             problems.append(Problem(f"{key}.{name}", changes, "must be a block of configuration keys"))
@@ -492,7 +501,7 @@ def _named_blocks(key: str, value: dict, problems: list[Problem]) -> dict[str, d
     return blocks
 
 
-def _set_steps(experiment: Experiment) -> Experiment:
+def _set_max_steps(experiment: Experiment) -> Experiment:
     """Set `trainer.max_steps` to the baseline's number of steps, in each size for which `trainer.tokens_per_parameter`
     is set. Returns the new experiment. Raises DataError: the size of the vocabulary is not known yet."""
     sizes = dict(experiment.sizes)
@@ -513,10 +522,10 @@ def _set_steps(experiment: Experiment) -> Experiment:
 
 def _check_experiment(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError with all problems."""
-    problems: list[Problem | str] = [] if experiment.table is None else [*_check_table(experiment)]
+    problems: list[Problem | str] = [] if experiment.tuning_table is None else [*_check_tuning_table(experiment)]
     primary = experiment.primary
     try:
-        command_overrides("eval", experiment.evaluate_overrides)
+        command_overrides("eval", experiment.evaluation_overrides)
     except ConfigError as error:
         problems += [replace(problem, key_path=f"evaluate.{problem.key_path}") for problem in error.problems]
     names_by_problem: dict[str, list[str]] = {}
@@ -548,17 +557,19 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
     """Check that the arms of a size differ, read the same data and are measured on the same sequences. Arms must branch
     off at checkpoints that are kept."""
     metric, names = experiment.primary.metric, dict[str, str]()
-    baseline_sequences = _measured_sequences(experiment, configs[experiment.arms[0].name])
+    baseline_sequences = _measured_sequence_options(experiment, configs[experiment.arms[0].name])
     for arm in experiment.arms:
         config, path = configs[arm.name], f"arms.{arm.name}"
-        identity = f"{arm.source} {arm.branch_step} {arm.swap} {arm.is_trained} {config_hash(config)}"
+        identity = f"{arm.source_arm} {arm.branch_step} {arm.swap} {arm.is_trained} {config_hash(config)}"
         if (name := names.setdefault(identity, arm.name)) != arm.name:
             yield Problem(path, arm.changes, f"is the same as {name}", "change it, or drop it")
-        if arm.branch_step is not None and arm.branch_step not in (kept := _kept_steps(configs[arm.source])):
-            reason = f"is no step that {arm.source} keeps a checkpoint of ({', '.join(map(str, kept))})"
+        if arm.branch_step is not None and arm.branch_step not in (
+            kept := _kept_checkpoint_steps(configs[arm.source_arm])
+        ):
+            reason = f"is no step that {arm.source_arm} keeps a checkpoint of ({', '.join(map(str, kept))})"
             remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
             yield Problem(f"{path}.step", arm.branch_step, reason, remedy)
-        sequences = _measured_sequences(experiment, config)
+        sequences = _measured_sequence_options(experiment, config)
         if other := [key for key, value in sequences.items() if value != baseline_sequences.get(key)]:
             reason = f"measures {metric} on other sequences than the baseline ({', '.join(other)})"
             remedy = (
@@ -567,34 +578,34 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
             yield Problem(path, arm.changes, reason, remedy)
 
 
-def _measured_sequences(experiment: Experiment, config: Config) -> dict[str, Plain]:
+def _measured_sequence_options(experiment: Experiment, config: Config) -> dict[str, Plain]:
     """Return what decides the sequences that the primary metric of a run is measured on, with the token store."""
     metric, config = experiment.primary.metric, experiment.measurement_config(config)
     store = {f"data.{name}": getattr(config.data, name) for name in _STORE_KEYS}
     return store | find_metric(config, metric)[0].sequence_options(config, metric)
 
 
-def _kept_steps(config: Config) -> list[int]:
+def _kept_checkpoint_steps(config: Config) -> list[int]:
     """Return the steps whose checkpoints a run keeps."""
     last = config.trainer.max_steps
     regular = [step for step in range(1, last + 1) if step % config.checkpoint_every == 0 or step == last]
     return sorted({*regular[-config.trainer.keep_checkpoints :], *config.phase_ends[:-1]})
 
 
-def _check_table(experiment: Experiment) -> Iterator[Problem]:
+def _check_tuning_table(experiment: Experiment) -> Iterator[Problem]:
     """Check that a tuning table is of the tuned key and has no seed of the runs that are judged. In every size each
     tuned arm must have ended runs, at each rate with the baseline's seeds."""
-    table, file = experiment.table, experiment.tune.table
+    table, file = experiment.tuning_table, experiment.tune.table
     if wrong_keys := {*table["key"]} - {experiment.tune.key}:
         yield Problem("tune.key", experiment.tune.key, f"the table {file} is of {', '.join(sorted(wrong_keys))}")
     if shared_seeds := sorted({*experiment.seeds} & {*table["seed"]}):
         yield Problem("tune.table", shared_seeds, "are final seeds", _SEEDS_REMEDY)
-    ended, baseline = table.dropna(subset=[experiment.choice_metric]), experiment.arms[0].name
+    ended, baseline = table.dropna(subset=[experiment.rate_choice_metric]), experiment.arms[0].name
     seeds = ended.groupby(["size", "arm", "rate"])["seed"].agg(frozenset)
     for size, arm in experiment.size_arms:
         own, base = (seeds.get((size, name), pd.Series(dtype=object)) for name in (arm.name, baseline))
-        is_complete = len(own) and all(base.get(rate, of_rate) == of_rate for rate, of_rate in own.items())
-        if arm.is_tuned and not is_complete:
+        has_all_evaluations = len(own) and all(base.get(rate, of_rate) == of_rate for rate, of_rate in own.items())
+        if arm.is_tuned and not has_all_evaluations:
             needed = f"runs of {arm.name} with the seeds that {baseline} has"
             remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
             yield Problem("tune.table", file, f"has not {needed}{f', in {size}' if size else ''}", remedy)

@@ -31,15 +31,23 @@ from lm.statistics.verdicts import (
 )
 
 FINISHED, UNFINISHED, DIVERGED_KEY = RUN_STATES = "finished", "unfinished", "diverged"
-# intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
+# intervals in `Judgement.summary_rows`; a CSV has columns for their ends even if all are empty
 INTERVAL_KEYS = ("difference", "alone")
-MAX_PRINTED = 500  # lines of a table that a terminal shows
+MAX_PRINTED_ROWS = 500  # lines of a table that a terminal shows
 NOISE_SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which `measure_noise` gives the smallest difference
-RUN_KEY = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
-FRAME_COLUMNS = [*RUN_KEY, "state", "note", "unlearned", "value", "weight", "group"]  # as `judge` describes them
+RUN_KEY_COLUMNS = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
+JUDGED_COLUMNS = [
+    *RUN_KEY_COLUMNS,
+    "state",
+    "note",
+    "unlearned",
+    "value",
+    "weight",
+    "group",
+]  # as `judge` describes them
 SizeArm = tuple[str, str]  # size and arm
 Rate = float  # a value of the tuned key
-# the runs of an arm by rate, as numbers in `Judgement.runs`, a run a seed; the rate that tuning chose is first
+# the runs of an arm by rate, as numbers in `Judgement.run_columns`, a run a seed; the rate that tuning chose is first
 RunsByRate = dict[Rate | None, list[int]]
 
 
@@ -64,11 +72,11 @@ class Question:
     seeds: tuple[Plain, ...]  # the seeds that are planned for each arm
     # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. A size has None if no
     # rate is known yet
-    rates: Mapping[str, Mapping[str, Rate | None] | None]
+    judged_rates: Mapping[str, Mapping[str, Rate | None] | None]
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
     must_hold_at_all_rates: bool = False
     # the names of the arms whose weights an arm starts from, by that arm
-    sources: Mapping[str, list[str]] = field(default_factory=dict)
+    source_arms: Mapping[str, list[str]] = field(default_factory=dict)
     exploratory_arms: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
     rate_heading: str = "rate"  # the heading of the column of rates
     # Runs are paired by seed, unless arms have seeds of their own: `unpaired` to the baseline's, or compared with the
@@ -85,7 +93,7 @@ class Question:
     @property
     def size_arms(self) -> list[SizeArm]:
         """Return all pairs of a size and an arm other than the baseline."""
-        return [*product(self.rates, self.arms[1:])]
+        return [*product(self.judged_rates, self.arms[1:])]
 
     @property
     def comparison_alpha(self) -> float:
@@ -108,7 +116,7 @@ def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
         value, weight: the metric and the weight of the unit.
         group: the unit's document; missing: units are not parts of documents.
     """
-    numbers = frame.groupby(RUN_KEY, sort=False, dropna=False).ngroup().to_numpy()
+    numbers = frame.groupby(RUN_KEY_COLUMNS, sort=False, dropna=False).ngroup().to_numpy()
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     runs = frame.iloc[starts].reset_index(drop=True)
     units = [slice(start, stop) for start, stop in pairwise([*starts.tolist(), len(frame)])]
@@ -133,10 +141,10 @@ class Judgement:
 
     question: Question
     # by column of the frame, an entry for each run; `value` is the mean over units, infinite unless finished
-    runs: dict[str, np.ndarray]
+    run_columns: dict[str, np.ndarray]
     runs_by_arm: dict[SizeArm, RunsByRate]
     unit_columns: dict[str, np.ndarray]  # value, weight and group of all units
-    units: list[slice]  # the units of each run
+    unit_slices: list[slice]  # the units of each run
 
     @property
     def primary(self) -> PrimaryMetric:
@@ -144,9 +152,9 @@ class Judgement:
         return self.question.primary
 
     @cached_property
-    def _is_finished(self) -> np.ndarray:
+    def _finished_mask(self) -> np.ndarray:
         """Return whether each run has finished, (runs,) bool."""
-        return self.runs["state"] == FINISHED
+        return self.run_columns["state"] == FINISHED
 
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
@@ -155,10 +163,10 @@ class Judgement:
         for size_arm in filter(results.__contains__, self.question.exploratory_arms):
             results[size_arm] = replace(results[size_arm], is_exploratory=True)
         # the finished runs that did not learn: their loss ends above the unigram cross-entropy
-        has_note = {*np.flatnonzero(self._is_finished & (self.runs["note"] != ""))}
+        has_note = {*np.flatnonzero(self._finished_mask & (self.run_columns["note"] != ""))}
         for (size, arm), verdict in results.items() if has_note else ():
             runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (baseline, arm))), strict=False)
-            if notes := [self.runs["note"][run] for run in chain(*runs_by_seed) if run in has_note]:
+            if notes := [self.run_columns["note"][run] for run in chain(*runs_by_seed) if run in has_note]:
                 results[size, arm] = replace(verdict, reason=f"{verdict.reason}; did not learn: {_join_notes(notes)}")
         return results
 
@@ -168,47 +176,50 @@ class Judgement:
         return {size_arm: self._comparison(*size_arm) for size_arm in self.question.size_arms}
 
     def judged_runs(self, size: str, arm: str) -> list[int]:
-        """Return the indices, in `runs`, of an arm's runs at the rate at which the arm is judged, ordered by seed. The
-        list is empty while no rate is chosen."""
-        rates = self.question.rates[size] or {}
+        """Return the indices, in `run_columns`, of an arm's runs at the rate at which the arm is judged, ordered by
+        seed. The list is empty while no rate is chosen.
+        """
+        rates = self.question.judged_rates[size] or {}
         return self.runs_by_arm.get((size, arm), {}).get(rates[arm], []) if arm in rates else []
 
     def judged_values(self, size: str, arm: str) -> np.ndarray:
         """Return the values of `judged_runs`, infinite where a run has not finished."""
-        return self.runs["value"][self.judged_runs(size, arm)]
+        return self.run_columns["value"][self.judged_runs(size, arm)]
 
     def _comparison(self, size: str, arm: str) -> Comparison:
         """Compare an arm of a size with the baseline: their differences by rate and seed, and what keeps the arm from a
         verdict."""
-        question, rates, baseline = self.question, self.question.rates[size], self.question.arms[0]
+        question, rates, baseline = self.question, self.question.judged_rates[size], self.question.arms[0]
         if rates is None or not {arm, baseline} <= rates.keys():
             return Comparison(
-                (), obstacle=UNTUNED_OBSTACLE if rates is not None else _incomplete_words(0, len(question.seeds))
+                (), obstacle=UNTUNED_OBSTACLE if rates is not None else _incomplete_obstacle(0, len(question.seeds))
             )
         pair = rates[arm], rates[baseline]
         arm_runs, baseline_runs = self._runs_at_all_rates(size, arm)
         # the rates of the baseline that the arm was trained at, too; all, if the arm starts from the baseline's weights
-        shared_rates = (baseline_runs if arm in question.sources else arm_runs).keys()
-        if obstacle := self._divergence(pair, arm_runs, baseline_runs):  # only runs at the judged rates are shown
+        shared_rates = (baseline_runs if arm in question.source_arms else arm_runs).keys()
+        if obstacle := self._divergence_obstacle(
+            pair, arm_runs, baseline_runs
+        ):  # only runs at the judged rates are shown
             arm_runs, baseline_runs = {pair[0]: arm_runs[pair[0]]}, {pair[1]: baseline_runs[pair[1]]}
             shared_rates = baseline_runs.keys()
         arm_runs, baseline_runs = self._usable_runs(arm_runs, pair[0]), self._usable_runs(baseline_runs, pair[1])
         place = [*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])
         sides = [np.array([*runs.values()]) for runs in (arm_runs, baseline_runs)]  # (rates, seeds), numbers of runs
-        is_finished = [self._is_finished[runs].all(0) for runs in sides]
+        is_finished = [self._finished_mask[runs].all(0) for runs in sides]
         if not question.unpaired:
             is_finished = [is_finished[0] & is_finished[1]] * 2
         sides = [runs[:, mask] for runs, mask in zip(sides, is_finished, strict=True)]
-        values = [self.runs["value"][runs] for runs in sides]
+        values = [self.run_columns["value"][runs] for runs in sides]
         if question.target is not None:
             values[1] = np.full_like(values[1], question.target)
         differences = _differences(*values)
         n_seeds, n_missing = differences.shape[2], max(len(mask) - mask.sum() for mask in is_finished)
         if not obstacle and n_missing:
-            obstacle = _incomplete_words(n_seeds, n_seeds + n_missing)
+            obstacle = _incomplete_obstacle(n_seeds, n_seeds + n_missing)
         if not obstacle and n_seeds >= MIN_SEEDS:
             runs = chain(sides[0][place[0]], sides[1][place[1]] if question.target is None else ())
-            if all(levels := dict.fromkeys(self.runs["unlearned"][run] for run in runs)):
+            if all(levels := dict.fromkeys(self.run_columns["unlearned"][run] for run in runs)):
                 words = f"no run of either arm is better than {', '.join(levels)}"
                 obstacle = "not learned", words, words
         document_estimate = None
@@ -232,24 +243,26 @@ class Judgement:
         arm_runs = self.runs_by_arm[size, arm]
         if self.question.target is not None:  # a run of the baseline for each of the arm, whose value is the target
             return arm_runs, {None: next(iter(arm_runs.values()))}
-        sources, baseline_runs = self.question.sources.get(arm), self.runs_by_arm[size, baseline]
+        sources, baseline_runs = self.question.source_arms.get(arm), self.runs_by_arm[size, baseline]
         if sources is None:
             return arm_runs, dict(sorted(baseline_runs.items(), key=lambda item: item[0] not in arm_runs))
-        rate = self.question.rates[size][baseline]
+        rate = self.question.judged_rates[size][baseline]
         return arm_runs, {rate: baseline_runs[rate]} if baseline in sources else baseline_runs
 
-    def _divergence(
+    def _divergence_obstacle(
         self, pair: tuple[Rate | None, Rate | None], arm_runs: RunsByRate, baseline_runs: RunsByRate
     ) -> Obstacle | None:
         """Say which of the runs at the judged rates (`pair`) and at the rates that tuning chose have diverged."""
         chosen = [next(iter(runs.values())) for runs in (arm_runs, baseline_runs)]
         runs = dict.fromkeys(chain(arm_runs[pair[0]], baseline_runs[pair[1]], *chosen))
-        diverged = [run for run in runs if self.runs["state"][run] == DIVERGED_KEY]
+        diverged = [run for run in runs if self.run_columns["state"][run] == DIVERGED_KEY]
         # before a run of the arm has ended, a diverged baseline says nothing of the arm
-        if not diverged or all(self.runs["state"][run] == UNFINISHED for run in chain(arm_runs[pair[0]], chosen[0])):
+        if not diverged or all(
+            self.run_columns["state"][run] == UNFINISHED for run in chain(arm_runs[pair[0]], chosen[0])
+        ):
             return None
         words = f"{len(diverged)} final run{'s' * (len(diverged) > 1)} diverged"
-        return "unstable", f"{words}: {_join_notes(self.runs['note'][diverged].tolist())}", words
+        return "unstable", f"{words}: {_join_notes(self.run_columns['note'][diverged].tolist())}", words
 
     def _usable_runs(self, runs: RunsByRate, judged_rate: Rate | None) -> RunsByRate:
         """Return the runs of an arm by rate, without rates at which a run diverged. The rate at which the arm is judged
@@ -259,16 +272,16 @@ class Judgement:
         return {
             rate: rate_runs
             for rate, rate_runs in runs.items()
-            if rate in permanent_rates or all(self.runs["state"][run] != DIVERGED_KEY for run in rate_runs)
+            if rate in permanent_rates or all(self.run_columns["state"][run] != DIVERGED_KEY for run in rate_runs)
         }
 
     def _document_estimate(self, *sides: np.ndarray) -> Estimate | None:
         """Return the estimate over seeds and documents of paired runs (rates, seeds); None if units don't belong to
         documents."""
-        rows, (values, weights, groups) = self.units[sides[0][0, 0]], self.unit_columns.values()
+        rows, (values, weights, groups) = self.unit_slices[sides[0][0, 0]], self.unit_columns.values()
         if pd.isna(groups[rows.start]):
             return None
-        units = [np.array([[values[self.units[run]] for run in runs] for runs in side]) for side in sides]
+        units = [np.array([[values[self.unit_slices[run]] for run in runs] for runs in side]) for side in sides]
         if self.question.target is not None:
             units[1] = np.full_like(units[1], self.question.target)
         return estimate_over_seeds_and_documents(_differences(*units), weights[rows], groups[rows])
@@ -277,13 +290,13 @@ class Judgement:
     def _bounds(self) -> tuple[float, float] | None:
         """Return the bounds of differences, or of an arm's values where runs are unpaired. A metric counts as an
         accuracy if higher is better and all values lie within 0 and 1; other metrics have no bounds (None)."""
-        finite = self.runs["value"][np.isfinite(self.runs["value"])]
+        finite = self.run_columns["value"][np.isfinite(self.run_columns["value"])]
         if self.primary.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
             return None
         target = self.question.target
         return (0.0, 1.0) if self.question.unpaired else (-1.0, 1.0) if target is None else (-target, 1.0 - target)
 
-    def entries(self) -> list[dict[str, Plain]]:
+    def summary_rows(self) -> list[dict[str, Plain]]:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference
         and intervals.
 
@@ -291,25 +304,25 @@ class Judgement:
         which holds together with all others, one that holds by itself (`alone`), and one over seeds and documents.
         """
         arms = self.question.arms[self.question.target is not None :]
-        return [self._entry(size, arm) for size in self.question.rates for arm in arms]
+        return [self._summary_row(size, arm) for size in self.question.judged_rates for arm in arms]
 
     @cached_property
     def common_seeds(self) -> dict[str, np.ndarray]:
         """Return, by size, a mask of the seeds that the size's means include: those with a finished run of every arm
         that has finished runs. If arms have seeds of their own, each mean is over an arm's own finished runs."""
-        common = {size: np.ones(len(self.question.seeds), bool) for size in self.question.rates}
+        common = {size: np.ones(len(self.question.seeds), bool) for size in self.question.judged_rates}
         for size, arm in product(common, self.question.arms) if self.question.is_paired else ():
-            if (is_finished := self._is_finished[self.judged_runs(size, arm)]).any():
+            if (is_finished := self._finished_mask[self.judged_runs(size, arm)]).any():
                 common[size] &= is_finished
         return common
 
-    def _entry(self, size: str, arm: str) -> dict[str, Plain]:
-        """Return the entry of an arm of a size in `entries`."""
+    def _summary_row(self, size: str, arm: str) -> dict[str, Plain]:
+        """Return the entry of an arm of a size in `summary_rows`."""
         question, runs = self.question, self.judged_runs(size, arm)
-        values, is_finished = self.runs["value"][runs], self._is_finished[runs]
+        values, is_finished = self.run_columns["value"][runs], self._finished_mask[runs]
         common_values = values[is_finished & self.common_seeds[size][: len(runs)]]
         entry: dict[str, Plain] = {
-            "size": size, "arm": arm, "rate": (question.rates[size] or {}).get(arm),
+            "size": size, "arm": arm, "rate": (question.judged_rates[size] or {}).get(arm),
             "runs": int(is_finished.sum()), "of": len(runs) or len(question.seeds),
             "mean": json_value(common_values.mean()) if len(common_values) else None,
         }  # fmt: skip
@@ -360,7 +373,7 @@ class Judgement:
             yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
 
-def _incomplete_words(ended: int, planned: int) -> Obstacle:
+def _incomplete_obstacle(ended: int, planned: int) -> Obstacle:
     """Return the obstacle `incomplete` to a verdict on an arm of which `ended` of `planned` seeds have ended."""
     progress = f"{ended} of {planned} seeds have ended"
     return "incomplete", progress, progress
@@ -383,7 +396,7 @@ def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndar
 
 
 def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Table:
-    """Return the table of `Judgement.entries`, a row for each size and arm."""
+    """Return the table of `Judgement.summary_rows`, a row for each size and arm."""
     verdicts = [judgement.verdicts.get((entry["size"], entry["arm"])) for entry in entries]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:
@@ -421,13 +434,13 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
 
 def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title: str) -> None:
     """Print the entries of a judgement as a table of numbers, and below the table each verdict with its reason. Only
-    the first MAX_PRINTED entries are printed.
+    the first MAX_PRINTED_ROWS entries are printed.
     """
     omission = (
-        f"printed: the first {MAX_PRINTED:,} of {len(entries):,} lines; lm judge --json and verdicts.json hold all"
+        f"printed: the first {MAX_PRINTED_ROWS:,} of {len(entries):,} lines; lm judge --json and verdicts.json hold all"
     )
-    notes = [omission] if len(entries) > MAX_PRINTED else []
-    entries = entries[:MAX_PRINTED]
+    notes = [omission] if len(entries) > MAX_PRINTED_ROWS else []
+    entries = entries[:MAX_PRINTED_ROWS]
     table = summary_table(judgement, entries)
     number_columns = tuple((column, cells) for column, cells in table.filled_columns if column.kind != "words")
     print_tables(replace(table, title=title, filled_columns=number_columns))
@@ -453,7 +466,7 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
     """
     degrees = runs.count(axis=1) - 1
     largest = float(runs.abs().max(axis=None))
-    single = _pooled_spread((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum(), largest)
+    single = _pooled_std_and_interval((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum(), largest)
     if not single:
         return None
     squares = paired_degrees = 0
@@ -463,7 +476,7 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
             residuals = shared - shared.mean(1, keepdims=True) - shared.mean(0) + shared.mean()
             squares += 2 * (residuals**2).sum()
             paired_degrees += (shared.shape[0] - 1) * (shared.shape[1] - 1)
-    paired = _pooled_spread(squares, paired_degrees, largest)
+    paired = _pooled_std_and_interval(squares, paired_degrees, largest)
     designs = {"paired by seed": (paired[0], 1)} if paired else {}  # spread and `degrees_per_seed` of `power`
     designs |= {"unpaired": (math.sqrt(2) * single[0], 2), "against a number": (single[0], 1)}
     designs = {name: design for name, design in designs.items() if design[0]}  # equal runs say nothing of others
@@ -489,8 +502,8 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
     """Put the noise of runs into sentences. `noise`: the result of `measure_noise`; the key `of` names the runs."""
     paired = noise["paired_differences"]
     yield f"{noise['of']}: {noise['runs']} runs"
-    yield f"single runs scatter by {_spread_words(noise['single_runs'])}"
-    words = paired and f"differences paired by seed scatter by {_spread_words(paired)}"
+    yield f"single runs scatter by {_spread_text(noise['single_runs'])}"
+    words = paired and f"differences paired by seed scatter by {_spread_text(paired)}"
     yield words or "no arms share two seeds to pair runs by"
     for count, smallest in noise["smallest_difference"].items():
         found = ", ".join(f"{value:.3g} {name}" for name, value in smallest.items())
@@ -501,7 +514,7 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
         yield f"a difference of {needed['difference']:g} takes these seeds of each arm: {words}"
 
 
-def experiment_noise(judgement: Judgement) -> str:
+def experiment_noise_text(judgement: Judgement) -> str:
     """Return a sentence on how an experiment's final runs scatter, each arm at its judged rate; empty while no arm has
     two such runs."""
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
@@ -512,11 +525,11 @@ def experiment_noise(judgement: Judgement) -> str:
     if not (noise := measure_noise(pd.DataFrame(values, index).replace(math.inf, math.nan), True)):
         return ""
     paired = noise["paired_differences"]
-    words = f", differences paired by seed by {_spread_words(paired)}" if paired else ""
-    return f"noise: single runs scatter by {_spread_words(noise['single_runs'])}{words}"
+    words = f", differences paired by seed by {_spread_text(paired)}" if paired else ""
+    return f"noise: single runs scatter by {_spread_text(noise['single_runs'])}{words}"
 
 
-def _pooled_spread(squares: float, degrees: int, largest: float) -> list[float] | None:
+def _pooled_std_and_interval(squares: float, degrees: int, largest: float) -> list[float] | None:
     """Return a standard deviation, from a sum of squares with `degrees` of freedom, and the ends of its 95 % interval.
     A standard deviation of at most 1e-9 times the `largest` value is rounding, and returned as 0. None if `degrees` is
     0."""
@@ -526,8 +539,8 @@ def _pooled_spread(squares: float, degrees: int, largest: float) -> list[float] 
     return np.sqrt(squares / np.array([degrees, *chdtri(degrees, [0.025, 0.975])])).tolist()
 
 
-def _spread_words(spread: list[float]) -> str:
-    """Say a standard deviation with the ends of its interval, as `_pooled_spread` gives them, in words."""
+def _spread_text(spread: list[float]) -> str:
+    """Say a standard deviation with the ends of its interval, as `_pooled_std_and_interval` gives them, in words."""
     value, low, high = spread
     if not value:
         return "0 (all are equal)"

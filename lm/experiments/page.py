@@ -16,7 +16,7 @@ from lm.experiments.judging import (
     FINISHED,
     INTERVAL_KEYS,
     Judgement,
-    experiment_noise,
+    experiment_noise_text,
     print_verdicts,
     summary_table,
 )
@@ -72,7 +72,7 @@ CROSSED_RATES_NOTE = (
 
 def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or
-    none. Returns `Judgement.entries`. Raises LMError: no run has ended, or a run's file can't be read.
+    none. Returns `Judgement.summary_rows`. Raises LMError: no run has ended, or a run's file can't be read.
     """
     experiment, primary, run_failures = procedure.experiment, procedure.experiment.primary, failed_runs(procedure)
     if not any(run.outcome.has_ended for run in procedure.known_runs()):
@@ -82,9 +82,9 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
             remedy = "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
-    entries, notes = judgement.entries(), procedure.notes()
+    entries, notes = judgement.summary_rows(), procedure.notes()
     verdicts = {"primary": vars(primary), "notes": notes, "arms": entries}
-    if size_trends := trends(procedure, judgement):
+    if size_trends := trends_over_sizes(procedure, judgement):
         verdicts["trends"] = size_trends
     files = {
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
@@ -107,7 +107,7 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     return entries
 
 
-def send_experiment(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
+def send_experiment_to_wandb(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
     """Send the report of an experiment to wandb. Raises RunError as `send_report` does."""
     experiment, primary = procedure.experiment, procedure.experiment.primary
     facts = {"question": question_text(experiment), "margin": primary.matters, "primary": vars(primary)}
@@ -132,17 +132,17 @@ def send_experiment(procedure: Procedure, entries: list[dict[str, Plain]]) -> No
 def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -> dict[Path, bytes]:
     """Return the content of each file of the report on an experiment (the page, its tables and its pictures), by path
     in `folder`. Raises LMError: run folders can't be read."""
-    experiment, entries, metric = procedure.experiment, judgement.entries(), procedure.experiment.metric
+    experiment, entries, metric = procedure.experiment, judgement.summary_rows(), procedure.experiment.metric
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
-    summary.add("note", _family_words(experiment))
-    summary.add("note", (noise := experiment_noise(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
+    summary.add("note", _adjustment_text(experiment))
+    summary.add("note", (noise := experiment_noise_text(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
     failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failed_runs(procedure)]
     summary.add("warning", failed + procedure.notes())
     summary.add("table", summary_table(judgement, entries), "summary")
     summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
     summary.add("picture", differences_picture(experiment, judgement), "differences")
-    if size_trends := trends(procedure, judgement):
+    if size_trends := trends_over_sizes(procedure, judgement):
         summary.add("table", trend_table(size_trends, experiment.arms[0].name), "trends")
     for size in experiment.sizes:
         summary.add("table", seeds_table(judgement, size), f"{_size_prefix(size)}seeds")
@@ -179,8 +179,8 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
     titles = LOSS_TITLES if name == SELECTION_METRIC else LOSS_TITLES | {name: (name, _quantity_label(experiment))}
     tuning = PageSection(f"Learning rates{_size_suffix(size)}")
     tuning.add("picture", rates_picture(procedure, size), f"{_size_prefix(size)}rates")
-    tuning.add("note", CROSSED_RATES_NOTE if procedure.choice(size).crossed_rates else None)
-    return run_sections(names, runs, comparison, size, titles, tuning, _is_name)
+    tuning.add("note", CROSSED_RATES_NOTE if procedure.rate_choice(size).crossed_rates else None)
+    return run_sections(names, runs, comparison, size, titles, tuning, _is_uncompared_key)
 
 
 def _size_prefix(size: str) -> str:
@@ -193,7 +193,7 @@ def _size_suffix(size: str) -> str:
     return f", {size}" if size else ""
 
 
-def _is_name(key: str) -> bool:
+def _is_uncompared_key(key: str) -> bool:
     """Return whether a configuration key names a run or folder, or says what is logged, so that its values are not
     compared between arms."""
     return key in ("init_from", "branch_from") or key_effect(key).affects == "label"
@@ -221,7 +221,7 @@ def answer_cards(judgement: Judgement) -> list[VerdictCard]:
     cards = []
     for (size, arm), verdict in judgement.verdicts.items():
         name, effect, interval = f"{arm}{_size_suffix(size)}", (), verdict.interval
-        if judgement.question.rates[size] is None:
+        if judgement.question.judged_rates[size] is None:
             cards.append(VerdictCard(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval:
@@ -238,7 +238,7 @@ def answer_cards(judgement: Judgement) -> list[VerdictCard]:
     return cards
 
 
-def _family_words(experiment: Experiment) -> str:
+def _adjustment_text(experiment: Experiment) -> str:
     """Name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
     test = "Student t intervals of paired differences over seeds"
@@ -267,7 +267,7 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
         return None
     columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, question.seeds)))]
     for arm in question.arms:
-        pairs = zip(*(judgement.runs[name][runs[arm]] for name in ("state", "value")), strict=True)
+        pairs = zip(*(judgement.run_columns[name][runs[arm]] for name in ("state", "value")), strict=True)
         words = [number_text(value) if state == FINISHED else state for state, value in pairs]
         columns.append((Column(arm, metric), words or ["no rate"] * len(question.seeds)))
     for arm in arms if len(runs[baseline]) else ():
@@ -277,7 +277,7 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
     return Table(f"Every seed{_size_suffix(size)} ({question.measured_on})", metric, tuple(columns))
 
 
-def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
+def trends_over_sizes(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
     """Return the trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with
     each doubling of non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that
     the arm and the baseline have finished in every size count. Intervals are not adjusted for their number. The list is
@@ -315,7 +315,7 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
 
 
 def trend_table(entries: list[dict[str, Plain]], baseline: str) -> Table:
-    """Return the table of `trends`, a row for each arm."""
+    """Return the table of `trends_over_sizes`, a row for each arm."""
     changes = [Interval(*(math.nan if value is None else value for value in entry["change"])) for entry in entries]
     change = Column(f"difference to {baseline} changes by", "95% interval, alone", "difference")
     samples = (Column("over", kind="label"), [entry["over"] for entry in entries])
@@ -329,10 +329,10 @@ def trend_table(entries: list[dict[str, Plain]], baseline: str) -> Table:
 def rates_picture(procedure: Procedure, size: str) -> Picture | None:
     """Return a picture of tuning runs by rate, in the metric by which rates are chosen; None before one has ended."""
     experiment, tuning_runs = procedure.experiment, procedure.tuning_runs(size)
-    metric, names = experiment.choice_metric, [arm.name for arm in experiment.arms]
+    metric, names = experiment.rate_choice_metric, [arm.name for arm in experiment.arms]
     if tuning_runs[metric].isna().all():
         return None
-    chosen_rates = {arm: rates[0] for arm, rates in procedure.choice(size).rates_of_final_runs.items()}
+    chosen_rates = {arm: rates[0] for arm, rates in procedure.rate_choice(size).rates_of_final_runs.items()}
     traces = []
     for index, name in enumerate(names):
         runs = tuning_runs[tuning_runs["arm"] == name]
@@ -351,7 +351,7 @@ def rates_picture(procedure: Procedure, size: str) -> Picture | None:
     panel = Panel(
         "Tuning runs",
         f"{name.replace('_', ' ')} ({experiment.tune.key})",
-        f"{label}, {experiment.data_words(metric, 'selection')}",
+        f"{label}, {experiment.measured_data_text(metric, 'selection')}",
         traces,
         {rate: f"{rate:g}" for rate in sorted({*tuning_runs["rate"]})},
         x_log_base=10,
@@ -375,7 +375,7 @@ def _quantity_label(experiment: Experiment) -> str:
 def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture | None:
     """Return a picture of differences to the baseline with their intervals, by arm, or by size if there are several
     sizes; None without runs."""
-    names, sizes, traces = judgement.question.arms, [*judgement.question.rates], []
+    names, sizes, traces = judgement.question.arms, [*judgement.question.judged_rates], []
     by_size, margin = len(sizes) > 1, judgement.primary.matters
     x_labels = sizes if by_size else names[1:]
     for (size, arm), verdict in judgement.verdicts.items():
@@ -390,7 +390,7 @@ def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture
     if not traces:
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
-    label = f"{_quantity_label(experiment)}, {experiment.data_words(experiment.primary.metric, 'report')}"
+    label = f"{_quantity_label(experiment)}, {experiment.measured_data_text(experiment.primary.metric, 'report')}"
     panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), has_zero_line=True, margin=margin)
     rates_part = " and rates" * any(len(rates) > 1 for rates in judgement.runs_by_arm.values())
     caption = (

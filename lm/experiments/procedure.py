@@ -18,8 +18,8 @@ from lm.config.tree import Config
 from lm.config.yaml_text import override_text
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import Arm, Experiment, Swap
-from lm.experiments.judging import FRAME_COLUMNS, Judgement, Question, Rate, SizeArm, judge
-from lm.experiments.run_outcome import SELECTION_METRIC, Outcome, describe_values, run_differences
+from lm.experiments.judging import JUDGED_COLUMNS, Judgement, Question, Rate, SizeArm, judge
+from lm.experiments.run_outcome import SELECTION_METRIC, Outcome, describe_run_differences, describe_values_by_arm
 from lm.files import read_json, write_text
 from lm.machine import STOP_SIGNALS
 from lm.plain import to_plain
@@ -43,17 +43,17 @@ class Run:
     seed: int
     config: Config
     outcome: Outcome
-    source: "Run | None" = None  # the run whose weights this run starts from, if any
+    source_run: "Run | None" = None  # the run whose weights this run starts from, if any
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
     is_trained: bool = True  # False: the swapped weights are measured without further training
-    evaluate: Sequence[str] = ()  # `KEY=VALUE` arguments of the evaluation after training
+    evaluation_overrides: Sequence[str] = ()  # `KEY=VALUE` arguments of the evaluation after training
 
     @property
     def packages(self) -> set[str]:
         """Return the packages of the plugins (code from outside lm) that the run and its source need."""
         return {
             *(top_level_package(name) for name in self.config.normalizer_names if ":" in name),
-            *(self.source.packages if self.source else ()),
+            *(self.source_run.packages if self.source_run else ()),
         }
 
     @property
@@ -79,13 +79,13 @@ class RateChoice:
     """Holds the learning rates of a size and the runs that choose them, as far as they are known."""
 
     # the tuning runs by arm and rate, and the runs of untuned arms that tuning runs start from; empty without a grid
-    runs: dict[str, dict[Rate, list[Run]]]
+    tuning_runs: dict[str, dict[Rate, list[Run]]]
     # by tuned arm, the rates at which its final seeds are trained (`crossed_rates`); the rate that tuning chose comes
     # first. Without tuning, (None,) for every arm
     rates_of_final_runs: dict[str, tuple[Rate | None, ...]]
     # by arm, the rate at which it is judged, or while final runs at several rates have not ended, the one that tuning
     # chose; arms whose best rate is at an edge of the grid have none. None: not known yet
-    rates: dict[str, Rate | None] | None
+    judged_rates: dict[str, Rate | None] | None
 
     @property
     def crossed_rates(self) -> dict[str, tuple[Rate | None, ...]]:
@@ -96,12 +96,12 @@ class RateChoice:
 class Procedure:
     """Finds the runs that an experiment needs, from the experiment and the outcomes of its runs.
 
-    read: returns the outcome of a run as it is now; the default reads run folders. Nothing else is read. Outcomes of
-        runs that have ended are kept.
+    read_outcome: returns the outcome of a run as it is now; the default reads run folders. Nothing else is read.
+        Outcomes of runs that have ended are kept.
     """
 
-    def __init__(self, experiment: Experiment, read: Callable[..., Outcome] = Outcome):
-        self.experiment, self._read = experiment, read
+    def __init__(self, experiment: Experiment, read_outcome: Callable[..., Outcome] = Outcome):
+        self.experiment, self._read_outcome = experiment, read_outcome
         # what the experiment's recorded plan says (`lm.experiments.compare`): what differs from it, in
         # sentences, and the sizes and arms whose verdicts are exploratory for that
         self.plan_notes, self.exploratory_arms = list[str](), frozenset[SizeArm]()
@@ -110,10 +110,16 @@ class Procedure:
         self._configs: dict[tuple, Config] = {}
         self._choices: dict[str, RateChoice] = {}
 
-    def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
+    def make_run(
+        self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]
+    ) -> Run:
         """Return the run of an arm at a rate. `rates`: the rates of the arms from whose weights it starts, by arm."""
         experiment = self.experiment
-        source = self.run(size, self._arms[arm.source], stage, rates[arm.source], seed, rates) if arm.source else None
+        source = (
+            self.make_run(size, self._arms[arm.source_arm], stage, rates[arm.source_arm], seed, rates)
+            if arm.source_arm
+            else None
+        )
         run_key = size, arm.name, stage, rate, seed, source and source.config.name
         config = self._configs.get(run_key)
         if config is None:
@@ -125,13 +131,13 @@ class Procedure:
         elif outcome is None:
             last_step = config.trainer.max_steps if arm.is_trained else source.outcome.last_step
             metric, evaluations = experiment.primary.metric, experiment.due_evaluations(size, arm, config)
-            outcome = self._read(config.run_folder, last_step, metric, *evaluations)
+            outcome = self._read_outcome(config.run_folder, last_step, metric, *evaluations)
             if outcome.has_ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
-        overrides = experiment.evaluate_overrides
+        overrides = experiment.evaluation_overrides
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.is_trained, overrides)
 
-    def choice(self, size: str) -> RateChoice:
+    def rate_choice(self, size: str) -> RateChoice:
         """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are
         cached.
 
@@ -146,11 +152,11 @@ class Procedure:
         if not self.experiment.is_tuned:
             rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
             return RateChoice(runs, dict.fromkeys(rates, (None,)), rates)
-        depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
+        depths = sorted({len(self.source_arms(arm)) for arm in self.experiment.arms})
         for depth in depths:
-            depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.is_tuned]
+            depth_arms = [arm for arm in self.experiment.arms if len(self.source_arms(arm)) == depth and arm.is_tuned]
             tuned = self._tuned_rates(
-                size, [arm for arm in depth_arms if not arm.source or arm.source in rates], rates, runs
+                size, [arm for arm in depth_arms if not arm.source_arm or arm.source_arm in rates], rates, runs
             )
             if tuned is None:
                 return RateChoice(runs, rates_of_final_runs, None)
@@ -159,7 +165,7 @@ class Procedure:
             rates_of_final_runs |= candidates
             rates |= best_rates or tuned
             for arm in self.experiment.arms:  # an arm without a rate of its own has the rate of its source
-                rates |= {arm.name: rates[arm.source]} if not arm.is_tuned and arm.source in rates else {}
+                rates |= {arm.name: rates[arm.source_arm]} if not arm.is_tuned and arm.source_arm in rates else {}
             if best_rates is None:
                 return RateChoice(runs, rates_of_final_runs, rates if depth == depths[-1] else None)
         return self._choices.setdefault(size, RateChoice(runs, rates_of_final_runs, rates))
@@ -171,40 +177,42 @@ class Procedure:
         while tuning runs have not ended. `rates`: the judged rates of the arms that `arms` start from.
         """
         experiment = self.experiment
-        if experiment.table is not None:
-            ended = self.tuning_runs(size).dropna(subset=[experiment.choice_metric]).sort_values("seed")
+        if experiment.tuning_table is not None:
+            ended = self.tuning_runs(size).dropna(subset=[experiment.rate_choice_metric]).sort_values("seed")
             costs: dict[str, dict[Rate, list[float]]] = {arm.name: {} for arm in arms}
-            for name, rate, value in ended[["arm", "rate", experiment.choice_metric]].itertuples(index=False):
+            for name, rate, value in ended[["arm", "rate", experiment.rate_choice_metric]].itertuples(index=False):
                 if name in costs:
-                    costs[name].setdefault(rate, []).append(self._cost(value))
-            return rate_choice(costs)
+                    costs[name].setdefault(rate, []).append(self._metric_as_cost(value))
+            return rates_of_lowest_cost(costs)
         tuned, missing = dict[str, Rate](), tuple(experiment.tune.grid) if arms else ()
-        for source in self._untuned_sources(arms):
-            runs.setdefault(source.name, {}).update(self._runs_at(size, source, "tune", (rates[source.name],), rates))
+        for source in self._untuned_source_arms(arms):
+            runs.setdefault(source.name, {}).update(
+                self._runs_at_rates(size, source, "tune", (rates[source.name],), rates)
+            )
         while missing:
             for arm in arms:
-                runs.setdefault(arm.name, {}).update(self._runs_at(size, arm, "tune", missing, rates))
+                runs.setdefault(arm.name, {}).update(self._runs_at_rates(size, arm, "tune", missing, rates))
             runs_by_arm = {arm.name: [*chain(*runs[arm.name].values())] for arm in arms}
             if not all(run.outcome.has_ended for run in chain(*runs_by_arm.values())):
                 return None
             for arm_runs in runs_by_arm.values():
-                check_comparable(arm_runs, experiment.choice_metric)
-            costs = {name: self._costs(runs[name]) for name in runs_by_arm}
+                check_comparable(arm_runs, experiment.rate_choice_metric)
+            costs = {name: self._costs_by_rate(runs[name]) for name in runs_by_arm}
             tuned, missing = tuned_rates(experiment.tune.grid, costs, partial(self._is_possible_rate, size, arms))
         return tuned
 
-    def _runs_at(
+    def _runs_at_rates(
         self, size: str, arm: Arm, stage: str, arm_rates: Iterable[Rate | None], rates: dict[str, Rate | None]
     ) -> dict[Rate | None, list[Run]]:
         """Return the runs of an arm at several rates: for each rate, a list with one run for each seed of the stage."""
         seeds = self.experiment.tune.seeds if stage == "tune" else self.experiment.seeds
-        return {rate: [self.run(size, arm, stage, rate, seed, rates) for seed in seeds] for rate in arm_rates}
+        return {rate: [self.make_run(size, arm, stage, rate, seed, rates) for seed in seeds] for rate in arm_rates}
 
-    def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
+    def _untuned_source_arms(self, arms: Iterable[Arm]) -> list[Arm]:
         """List the untuned arms that `arms` start from, sources first; these untuned arms are trained with the tuning
         seeds, too.
         """
-        names = {name for arm in arms for name in self.sources(arm)}
+        names = {name for arm in arms for name in self.source_arms(arm)}
         return [arm for arm in self.experiment.arms if arm.name in names and not arm.is_tuned]
 
     def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
@@ -215,10 +223,10 @@ class Procedure:
         for name, arm_rates in candidates.items():
             if len(arm_rates) == 1:
                 continue
-            runs = self._runs_at(size, self._arms[name], "final", arm_rates, {})
+            runs = self._runs_at_rates(size, self._arms[name], "final", arm_rates, {})
             if not all(run.outcome.has_ended for run in chain(*runs.values())):
                 return None
-            rates[name] = best_rate(self._costs(runs), arm_rates)
+            rates[name] = best_rate(self._costs_by_rate(runs), arm_rates)
         return rates
 
     def _is_possible_rate(self, size: str, arms: list[Arm], rate: Rate) -> bool:
@@ -238,14 +246,16 @@ class Procedure:
         """
         experiment, metrics = self.experiment, dict.fromkeys((SELECTION_METRIC, self.experiment.primary.metric))
         names = {arm.name: place for place, arm in enumerate(experiment.arms)}
-        if experiment.table is not None:
-            table = experiment.table[(experiment.table["size"] == size) & experiment.table["arm"].isin(names)]
+        if experiment.tuning_table is not None:
+            table = experiment.tuning_table[
+                (experiment.tuning_table["size"] == size) & experiment.tuning_table["arm"].isin(names)
+            ]
             return table.sort_values("arm", key=lambda column: column.map(names), kind="stable", ignore_index=True)
         rows = []
-        for name, by_rate in self.choice(size).runs.items():
+        for name, by_rate in self.rate_choice(size).tuning_runs.items():
             for run in chain(*(by_rate[rate] for rate in sorted(by_rate if self._arms[name].is_tuned else ()))):
                 ended, outcome = run.outcome.has_ended, run.outcome
-                means = [outcome.mean(metric, selection=True) if ended else math.nan for metric in metrics]
+                means = [outcome.mean(metric, for_selection=True) if ended else math.nan for metric in metrics]
                 rows.append([size, name, experiment.tune.key, run.rate, run.seed, *means])
         frame = pd.DataFrame(rows, columns=["size", "arm", "key", "rate", "seed", *metrics])
         return frame.astype(dict.fromkeys(metrics, float))
@@ -254,46 +264,46 @@ class Procedure:
         """Return sentences on what limits the verdicts: changes since the plan; arms whose runs, rates or tokens
         differ."""
         experiment = self.experiment
-        notes = [*self.plan_notes, *run_differences((run.arm, run.outcome) for run in self.known_runs())]
+        notes = [*self.plan_notes, *describe_run_differences((run.arm, run.outcome) for run in self.known_runs())]
         for size in experiment.sizes:
-            choice, prefix = self.choice(size), f"{size}: " if size else ""
+            choice, prefix = self.rate_choice(size), f"{size}: " if size else ""
             for arm, arm_rates in choice.crossed_rates.items():
                 rates = " and ".join(f"{rate:g}" for rate in sorted(arm_rates))
                 reason = "as tuning chose different rates for the arms"
                 notes.append(f"{prefix}{arm}: final seeds are trained at {rates}, {reason}")
             runs = [run for run in self.final_runs(size) if run.outcome.state == "finished"]
-            if words := describe_values([(run.arm, f"{run.outcome.total_tokens:,}") for run in runs]):
+            if words := describe_values_by_arm([(run.arm, f"{run.outcome.total_tokens:,}") for run in runs]):
                 words = f"with those of their sources: {words}"
                 notes.append(f"{prefix}arms have seen different numbers of tokens, {words}")
         return notes
 
-    def sources(self, arm: Arm) -> list[str]:
+    def source_arms(self, arm: Arm) -> list[str]:
         """Return the names of the arms that an arm starts from: its source, the source of its source, and so on."""
-        return [arm.source, *self.sources(self._arms[arm.source])] if arm.source else []
+        return [arm.source_arm, *self.source_arms(self._arms[arm.source_arm])] if arm.source_arm else []
 
-    def runs_by_rate(self, size: str) -> dict[str, dict[Rate | None, list[Run]]]:
+    def final_runs_by_rate(self, size: str) -> dict[str, dict[Rate | None, list[Run]]]:
         """Return the final runs of each arm by rate, as a list over seeds; the rate that tuning chose comes first. Arms
         whose rates are not known have none."""
-        choice, runs = self.choice(size), {}
-        rates = choice.rates or {}
+        choice, runs = self.rate_choice(size), {}
+        rates = choice.judged_rates or {}
         for arm in self.experiment.arms:
-            own_rates = (rates[arm.name],) if arm.source and arm.name in rates else ()
-            arm_rates = own_rates if arm.source else choice.rates_of_final_runs.get(arm.name, ())
-            runs[arm.name] = self._runs_at(size, arm, "final", arm_rates, rates)
+            own_rates = (rates[arm.name],) if arm.source_arm and arm.name in rates else ()
+            arm_rates = own_rates if arm.source_arm else choice.rates_of_final_runs.get(arm.name, ())
+            runs[arm.name] = self._runs_at_rates(size, arm, "final", arm_rates, rates)
         return runs
 
     def final_runs(self, size: str) -> list[Run]:
         """Return the runs that are judged, in the order of seeds, then arms; none before rates are known."""
-        rates = self.choice(size).rates or {}
-        return _order_by_seed(runs[rates[arm]] for arm, runs in self.runs_by_rate(size).items() if arm in rates)
+        rates = self.rate_choice(size).judged_rates or {}
+        return _order_by_seed(runs[rates[arm]] for arm, runs in self.final_runs_by_rate(size).items() if arm in rates)
 
     def known_runs(self) -> list[Run]:
         """Return all runs that the experiment needs, as far as they are known: tuning runs first, each run after its
         source."""
         runs: list[Run] = []
         for size in self.experiment.sizes:
-            runs += chain(*(chain(*by_rate.values()) for by_rate in self.choice(size).runs.values()))
-            runs += _order_by_seed(chain(*(by_rate.values() for by_rate in self.runs_by_rate(size).values())))
+            runs += chain(*(chain(*by_rate.values()) for by_rate in self.rate_choice(size).tuning_runs.values()))
+            runs += _order_by_seed(chain(*(by_rate.values() for by_rate in self.final_runs_by_rate(size).values())))
         return list({run.config.run_folder: run for run in runs}.values())
 
     def judgement(self) -> Judgement:
@@ -302,35 +312,38 @@ class Procedure:
         """
         experiment, blocks = self.experiment, []
         for size in experiment.sizes:
-            by_arm = self.runs_by_rate(size)
+            by_arm = self.final_runs_by_rate(size)
             runs = [run for by_rate in by_arm.values() for run in chain(*by_rate.values())]
             check_comparable(runs, experiment.primary.metric)
-            blocks += map(self._units, runs)
+            blocks += map(self._run_rows, runs)
         question = Question(
             experiment.primary,
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
-            {size: self.choice(size).rates for size in experiment.sizes},
-            must_hold_at_all_rates=experiment.primary.metric != experiment.choice_metric,
-            sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
+            {size: self.rate_choice(size).judged_rates for size in experiment.sizes},
+            must_hold_at_all_rates=experiment.primary.metric != experiment.rate_choice_metric,
+            source_arms={arm.name: self.source_arms(arm) for arm in experiment.arms if arm.source_arm},
             exploratory_arms=self.exploratory_arms,
             rate_heading=experiment.tune.key,
-            measured_on=experiment.data_words(experiment.primary.metric, "report"),
+            measured_on=experiment.measured_data_text(experiment.primary.metric, "report"),
         )
-        return judge(pd.concat(blocks) if blocks else pd.DataFrame(columns=FRAME_COLUMNS), question)
+        return judge(pd.concat(blocks) if blocks else pd.DataFrame(columns=JUDGED_COLUMNS), question)
 
-    def _units(self, run: Run) -> pd.DataFrame:
+    def _run_rows(self, run: Run) -> pd.DataFrame:
         """Return the rows of a run for `judge`, by sequence, on the held-out documents for reports. There is a single
         row if the run has not finished, or if its sequences are not from documents."""
         outcome, metric, has_finished = run.outcome, self.experiment.primary.metric, run.outcome.state == "finished"
-        units = pd.DataFrame({"value": [outcome.mean(metric, selection=False)], "weight": 1.0, "group": None})
+        units = pd.DataFrame({"value": [outcome.mean(metric, for_selection=False)], "weight": 1.0, "group": None})
         if has_finished and self.experiment.has_documents:
-            measured = units_of_split(outcome.units(metric), "reports")
+            measured = units_of_split(outcome.metric_values(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
         names = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed}
-        words = {"note": note and f"{run.label}: {note}", "unlearned": outcome.unlearned_level if has_finished else ""}
-        frame = units.assign(**names, state=outcome.state, **words)[FRAME_COLUMNS]
+        words = {
+            "note": note and f"{run.label}: {note}",
+            "unlearned": outcome.unlearned_level_text if has_finished else "",
+        }
+        frame = units.assign(**names, state=outcome.state, **words)[JUDGED_COLUMNS]
         return frame.astype({"rate": object, "group": object})  # so that frames of all runs can be joined
 
     def count_runs(self, size: str) -> dict[str, int]:
@@ -338,9 +351,9 @@ class Procedure:
         rates are assumed for arms that may get several."""
         arms, tune, counts = self.experiment.arms, self.experiment.tune, dict[str, int]()
         known = Counter((run.arm, run.stage) for run in self.known_runs() if run.size == size)
-        is_open = self.choice(size).rates is None
-        first_arms = [arm for arm in arms if arm.is_trained and not arm.source]
-        sources = self._untuned_sources(arm for arm in arms if arm.is_tuned)
+        is_open = self.rate_choice(size).judged_rates is None
+        first_arms = [arm for arm in arms if arm.is_trained and not arm.source_arm]
+        sources = self._untuned_source_arms(arm for arm in arms if arm.is_tuned)
         for arm in arms:
             n_rates = len(tune.grid) if arm.is_tuned else int(arm in sources)
             n_final_rates = 2 if len(first_arms) > 1 and arm in first_arms else 1
@@ -348,16 +361,16 @@ class Procedure:
             counts[arm.name] += known[arm.name, "final"] or is_open * len(self.experiment.seeds) * n_final_rates
         return counts
 
-    def _cost(self, value: float) -> float:
+    def _metric_as_cost(self, value: float) -> float:
         """Return a value of the metric that chooses rates as a cost, of which lower is better; infinite values stay
         infinite."""
-        return self.experiment.choice_sign * value if math.isfinite(value) else value
+        return self.experiment.rate_choice_sign * value if math.isfinite(value) else value
 
-    def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
+    def _costs_by_rate(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
         """Return the costs of runs on the held-out documents that choose rates, by rate as a list over seeds."""
-        metric = self.experiment.choice_metric
+        metric = self.experiment.rate_choice_metric
         return {
-            rate: [self._cost(run.outcome.mean(metric, selection=True)) for run in runs]
+            rate: [self._metric_as_cost(run.outcome.mean(metric, for_selection=True)) for run in runs]
             for rate, runs in runs_by_rate.items()
         }
 
@@ -365,7 +378,9 @@ class Procedure:
 def next_runs(runs: Iterable[Run]) -> list[Run]:
     """Return the runs that can be started: they have not ended, and the runs that they start from have finished."""
     return [
-        run for run in runs if not run.outcome.has_ended and (not run.source or run.source.outcome.state == "finished")
+        run
+        for run in runs
+        if not run.outcome.has_ended and (not run.source_run or run.source_run.outcome.state == "finished")
     ]
 
 
@@ -378,7 +393,7 @@ def check_comparable(runs: list[Run], metric: str) -> None:
     """Raise RunError unless finished runs measured a metric on the same sequences."""
     first, *others = [run for run in runs if run.outcome.state == "finished"] or [None]
     for run in others:
-        if run.outcome.identity(metric) != first.outcome.identity(metric):
+        if run.outcome.data_identity(metric) != first.outcome.data_identity(metric):
             folder, reason = run.config.run_folder, f"on other sequences than in {first.config.run_folder}"
             raise RunError(
                 f"{folder}: {metric} was measured {reason}; measure it again as configured: lm eval {folder}"
@@ -388,41 +403,41 @@ def check_comparable(runs: list[Run], metric: str) -> None:
 # ---------------------------------------------------------------- the choice of rates
 
 # by rate, an arm's cost with each tuning seed, such as its final loss; infinite if that run diverged
-Costs = Mapping[Rate, Sequence[float]]
+CostsByRate = Mapping[Rate, Sequence[float]]
 
 
 def tuned_rates(
-    grid: Iterable[Rate], costs: Mapping[str, Costs], possible: Callable[[Rate], bool] = lambda rate: True
+    grid: Iterable[Rate], costs: Mapping[str, CostsByRate], is_possible: Callable[[Rate], bool] = lambda rate: True
 ) -> tuple[dict[str, Rate], tuple[Rate, ...]]:
-    """Return the rate of each arm, which `rate_choice` finds by tuning runs, and an empty tuple. While tuning runs are
-    missing, return an empty dict, and the rates at which every arm must be trained first.
+    """Return the rate of each arm, which `rates_of_lowest_cost` finds by tuning runs, and an empty tuple. While tuning
+    runs are missing, return an empty dict, and the rates at which every arm must be trained first.
 
     If an arm's best rate is the highest (lowest) one, twice (half) this value is added to the grid of every arm. The
-    grid grows at most `MAX_GRID_EXTENSIONS` times, and only by `possible` values.
+    grid grows at most `MAX_GRID_EXTENSIONS` times, and only by values for which `is_possible` is true.
 
     Args:
         grid: planned values of the tuned key, above 0.
         costs: by arm, with several seeds at each rate.
-        possible: function that says whether the tuned key may have a value.
+        is_possible: function that says whether the tuned key may have a value.
     """
     rates = sorted(set(grid))
     for growths in count():
         if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in costs.values())):
             return {}, missing_rates
-        chosen = rate_choice(costs, rates)
+        chosen = rates_of_lowest_cost(costs, rates)
         best_rates = {arm: best_rate(by_rate, rates) for arm, by_rate in costs.items() if arm not in chosen}
         # an arm that diverged at every rate grows no grid
         edges = {rate for arm, rate in best_rates.items() if mean_cost(costs[arm][rate]) < math.inf}
         low, high = rates[0], rates[-1]
         half = low // 2 if low % 2 == 0 else low / 2  # a key of whole numbers keeps them
-        smaller = [half] if low in edges and possible(half) else []
-        larger = [high * 2] if high in edges and possible(high * 2) else []
+        smaller = [half] if low in edges and is_possible(half) else []
+        larger = [high * 2] if high in edges and is_possible(high * 2) else []
         if growths == MAX_GRID_EXTENSIONS or not smaller + larger:
             return chosen, ()
         rates = [*smaller, *rates, *larger]
 
 
-def rate_choice(costs: Mapping[str, Costs], rates: Iterable[Rate] | None = None) -> dict[str, Rate]:
+def rates_of_lowest_cost(costs: Mapping[str, CostsByRate], rates: Iterable[Rate] | None = None) -> dict[str, Rate]:
     """Return each arm's rate of lowest mean cost in `rates` (None: all). An arm gets no rate if its best rate is at the
     grid's edge or has a diverged run."""
     chosen = {}
@@ -434,7 +449,7 @@ def rate_choice(costs: Mapping[str, Costs], rates: Iterable[Rate] | None = None)
     return chosen
 
 
-def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
+def crossed_rates(baseline: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
     """Return the rates of each arm's final runs (the runs that are judged): its own rate, then the baseline's; for the
     baseline, all arms' rates.
 
@@ -442,14 +457,16 @@ def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate,
     names a difference.
 
     Args:
-        base: the baseline; if it has no rate, every arm is trained at its own rate alone.
+        baseline: the baseline; if it has no rate, every arm is trained at its own rate alone.
         rates: by arm, as tuning chose them.
     """
-    opposite_rates = {arm: rates.values() if arm == base else (rates[base],) for arm in rates} if base in rates else {}
+    opposite_rates = (
+        {arm: rates.values() if arm == baseline else (rates[baseline],) for arm in rates} if baseline in rates else {}
+    )
     return {arm: tuple(dict.fromkeys((rate, *opposite_rates.get(arm, ())))) for arm, rate in rates.items()}
 
 
-def best_rate(by_rate: Costs, rates: Iterable[Rate]) -> Rate:
+def best_rate(by_rate: CostsByRate, rates: Iterable[Rate]) -> Rate:
     """Return the rate of the lowest mean cost. If costs are equal, for example because all runs solve a task, return
     the rate nearest to the grid's middle."""
     rates = sorted(rates)
@@ -486,15 +503,17 @@ def remaining_commands(run: Run) -> list[list[str]]:
             if (block, name) not in (("model.normalizer", "name"), ("model.normalizer", "init"))
         ]
         init = [] if run.swap.init is None else [f"--init={run.swap.init}"]
-        swap = ["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}"]
+        swap = ["swap", str(run.source_run.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}"]
         arguments.append([*swap, *init, *overrides, *plugins])
-    if run.is_trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
+    if run.is_trained and (
+        not outcome.is_trained or not outcome.has_all_evaluations or outcome.has_required_evaluations
+    ):
         # `lm train` makes the evaluations that a kill left out, too
         file = run.log_file("yaml")
         write_text(file, to_yaml(config))
         arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
-    if not run.is_trained or not outcome.is_measured:
-        arguments.append(["eval", str(folder), *run.evaluate, *plugins])
+    if not run.is_trained or not outcome.has_required_evaluations:
+        arguments.append(["eval", str(folder), *run.evaluation_overrides, *plugins])
     return arguments
 
 

@@ -39,7 +39,7 @@ from lm.statistics.sampling_units import unit_rows, units_of_split, weighted_mea
 
 SELECTION_METRIC = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
 OptionsByKind = dict[str, dict[str, Plain]]  # options of `eval`, by kind of evaluation
-_RUN_FACTS = {
+_ENVIRONMENT_KEYS = {
     "git commit": "git_commit",
     "torch": "versions.torch",
     "device": "device",
@@ -59,9 +59,9 @@ class Outcome:
     scheduled_evaluations: Collection[str] = ()
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations
     # are enough
-    required_options: OptionsByKind = field(default_factory=dict)
+    required_eval_options: OptionsByKind = field(default_factory=dict)
     # the options of `eval` of the run, by kind of evaluation; {}: any
-    own_options: OptionsByKind = field(default_factory=dict)
+    run_eval_options: OptionsByKind = field(default_factory=dict)
 
     @cached_property
     def log_lines(self) -> list[dict[str, Plain]]:
@@ -72,13 +72,13 @@ class Outcome:
     def record(self) -> RunRecord:
         """Return the record of the run folder, without reading its evaluations again. Raises RunError: a file can't be
         read."""
-        return read_run(self.folder, self._last_evaluations)
+        return read_run(self.folder, self._last_evaluations_by_file)
 
     @property
     def total_tokens(self) -> int:
         """Return the tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the
         weights that it started from."""
-        tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
+        tokens = self.last_evaluations[0].tokens_seen if self.last_evaluations else 0
         if (self.folder / ENVIRONMENT_FILE).is_file():
             tokens += tokens_before_run(read_environment(self.folder))
         return tokens
@@ -100,7 +100,12 @@ class Outcome:
             raise RunError(f"{path}: is of another run than {planned}: its name is {name}; {remedy}")
         if self.divergence:
             return "diverged"
-        is_finished = self.is_trained and self.is_complete and self.is_measured and len(self.units(self.metric))
+        is_finished = (
+            self.is_trained
+            and self.has_all_evaluations
+            and self.has_required_evaluations
+            and len(self.metric_values(self.metric))
+        )
         return "finished" if is_finished else "unfinished"
 
     @cached_property
@@ -121,10 +126,10 @@ class Outcome:
         return loss_above_unigram_text(self._validation)
 
     @property
-    def unlearned_level(self) -> str:
+    def unlearned_level_text(self) -> str:
         """Return, in words, the reference level that the metric at the last step is not better than (`is_unlearned`):
         chance or the unigram cross-entropy. Empty if the metric is better, or if no level is known."""
-        units = self.units(self.metric)
+        units = self.metric_values(self.metric)
         about = units["about"].iloc[0] if len(units) else Metric()
         name, level = chance_level(about)
         if not name or about.better == "none":
@@ -136,7 +141,7 @@ class Outcome:
     @property
     def _validation(self) -> Evaluation | None:
         """Return the validation at the last step; None if the run has not been trained up to this step."""
-        return self.measurement(SELECTION_METRIC) if self.is_trained else None
+        return self.evaluation_of(SELECTION_METRIC) if self.is_trained else None
 
     @property
     def checkpoint(self) -> Path:
@@ -147,13 +152,13 @@ class Outcome:
     def is_trained(self) -> bool:
         """Return whether the checkpoint of the last step exists, and the validation loss (`SELECTION_METRIC`) was
         measured at this step. Raises RunError: the checkpoint was altered, or is of another run."""
-        if not self.checkpoint.exists() or not self.measurement(SELECTION_METRIC):
+        if not self.checkpoint.exists() or not self.evaluation_of(SELECTION_METRIC):
             return False
         check_file(self.folder, f"{CHECKPOINTS_FOLDER}/{self.checkpoint.name}")
         return True
 
     @cached_property
-    def is_complete(self) -> bool:
+    def has_all_evaluations(self) -> bool:
         """Return whether each scheduled evaluation of the last step was made, or has failed without stopping the run
         (`eval.on_error` is log)."""
         files = evaluation_files(self.folder)
@@ -170,44 +175,45 @@ class Outcome:
         }
 
     @cached_property
-    def is_measured(self) -> bool:
-        """Return whether each evaluation in `required_options` was made at the last step with these options. Without
-        such options, the metric must have been measured with the run's own options, or not at all."""
-        if not self.required_options:
-            measurement = self.measurement(self.metric)
-            return measurement is None or self._has_own_options(measurement)
-        asked = {evaluation.kind: evaluation.asked for evaluation in self.evaluations}
-        return self.required_options.items() <= asked.items()
+    def has_required_evaluations(self) -> bool:
+        """Return whether each evaluation in `required_eval_options` was made at the last step with these options.
+        Without such options, the metric must have been measured with the run's own options, or not at all.
+        """
+        if not self.required_eval_options:
+            measurement = self.evaluation_of(self.metric)
+            return measurement is None or self._has_run_eval_options(measurement)
+        asked = {evaluation.kind: evaluation.asked for evaluation in self.last_evaluations}
+        return self.required_eval_options.items() <= asked.items()
 
-    def _has_own_options(self, evaluation: Evaluation) -> bool:
+    def _has_run_eval_options(self, evaluation: Evaluation) -> bool:
         """Return whether an evaluation was made with the options of the run."""
-        return not self.own_options or evaluation.asked in ({}, self.own_options.get(evaluation.kind, {}))
+        return not self.run_eval_options or evaluation.asked in ({}, self.run_eval_options.get(evaluation.kind, {}))
 
     @property
     def has_ended(self) -> bool:
         """Return whether nothing is left to train or to measure."""
         return self.state != "unfinished"
 
-    def measurement(self, metric: str) -> Evaluation | None:
+    def evaluation_of(self, metric: str) -> Evaluation | None:
         """Return the evaluation of the last step that measured a metric; None without one. Raises RunError: a file is
         damaged."""
         return next(
-            (evaluation for evaluation in self.evaluations if (evaluation.frame["metric"] == metric).any()), None
+            (evaluation for evaluation in self.last_evaluations if (evaluation.frame["metric"] == metric).any()), None
         )
 
-    def units(self, metric: str) -> pd.DataFrame:
+    def metric_values(self, metric: str) -> pd.DataFrame:
         """Return a frame of the values of a metric at the last step, with one row for each unit (sequence or question).
         There are no rows if the metric was not measured for each unit."""
-        evaluation = self.measurement(metric)
+        evaluation = self.evaluation_of(metric)
         return unit_rows(evaluation.frame, metric) if evaluation else pd.DataFrame()
 
     @property
-    def evaluations(self) -> list[Evaluation]:
+    def last_evaluations(self) -> list[Evaluation]:
         """Return the evaluations of the last step."""
-        return [*self._last_evaluations.values()]
+        return [*self._last_evaluations_by_file.values()]
 
     @cached_property
-    def _last_evaluations(self) -> dict[Path, Evaluation]:
+    def _last_evaluations_by_file(self) -> dict[Path, Evaluation]:
         """Return the evaluations of the last step by file. Raises RunError: a file was altered or contradicts the log,
         or the log is missing, which says whether the run diverged."""
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
@@ -215,7 +221,7 @@ class Outcome:
         if evaluations:
             check_log(self.folder)
         for path, evaluation in evaluations.items():
-            if self._has_own_options(evaluation):
+            if self._has_run_eval_options(evaluation):
                 self._check_against_log(path, evaluation)
         return evaluations
 
@@ -237,17 +243,18 @@ class Outcome:
                     f"{self.folder} measures again"
                 )
 
-    def identity(self, metric: str) -> tuple[str, ...]:
+    def data_identity(self, metric: str) -> tuple[str, ...]:
         """Return the fingerprint of the data and the hash of the sequences of a measurement at the last step."""
-        evaluation = self.measurement(metric)
+        evaluation = self.evaluation_of(metric)
         return evaluation.data_fingerprint, *unit_rows(evaluation.frame, metric)["sequences"].head(1)
 
-    def mean(self, metric: str, selection: bool) -> float:
-        """Return the mean of a metric over the documents for reports or, with `selection`, over the documents by which
-        rates are chosen; infinite unless the run finished."""
+    def mean(self, metric: str, for_selection: bool) -> float:
+        """Return the mean of a metric over the documents for reports or, with `for_selection`, over the documents by
+        which rates are chosen; infinite unless the run finished.
+        """
         if self.state != "finished":
             return math.inf
-        return weighted_mean(units_of_split(self.units(metric), "selects" if selection else "reports"))
+        return weighted_mean(units_of_split(self.metric_values(metric), "selects" if for_selection else "reports"))
 
 
 # ---------------------------------------------------------------- tuning runs in a table
@@ -281,7 +288,7 @@ def read_tuning_table(path: Path, metric: str) -> pd.DataFrame:
 # ---------------------------------------------------------------- differences between runs
 
 
-def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
+def describe_run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     """Return sentences on what differs between finished runs besides the arm, such as device or code, and on facts that
     the runs do not record. `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an
     environment.json can't be read."""
@@ -291,7 +298,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     for arm, run in finished_runs:
         if (run.folder / ENVIRONMENT_FILE).is_file():
             environment = read_environment(run.folder)
-            values = {name: recorded_setting(environment, key) for name, key in _RUN_FACTS.items()}
+            values = {name: recorded_setting(environment, key) for name, key in _ENVIRONMENT_KEYS.items()}
             versions = [name for name in environment.get("versions", {}) if ":" in name]
             values |= {f"code of {name}": recorded_setting(environment, f"versions.{name}") for name in versions}
             if "weights" in (origin := environment.get("started_from") or {}):
@@ -299,11 +306,11 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
             dirty_count += bool(values["git commit"]) and recorded_setting(environment, "git_dirty") is not False
             for name, value in values.items():
                 facts.setdefault(name, []).append((arm, value))
-        for evaluation in run.evaluations:
+        for evaluation in run.last_evaluations:
             for name, digest in evaluation.code.items():
                 facts.setdefault(f"measuring code of {name}", []).append((arm, digest))
     sentences = [
-        f"runs differ in {name}: {words}" for name, values in facts.items() if (words := describe_values(values))
+        f"runs differ in {name}: {words}" for name, values in facts.items() if (words := describe_values_by_arm(values))
     ]
     if dirty_count:
         subject = f"{dirty_count} of {len(finished_runs)} runs"
@@ -311,7 +318,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     return sentences
 
 
-def describe_values(values: list[tuple[str, Plain]]) -> str:
+def describe_values_by_arm(values: list[tuple[str, Plain]]) -> str:
     """List differing values, each with the arms whose runs recorded it; empty if all are the same. `values`: pairs of
     arm and value.
     """

@@ -32,7 +32,7 @@ from lm.experiments.judging import (
 from lm.plain import Plain
 from lm.statistics.intervals import is_unlearned
 
-Direction = Literal["lower", "higher"]
+BetterDirection = Literal["lower", "higher"]
 _RUN_COLUMNS = ["size", "arm", "seed"]  # columns that tell the runs of a table apart
 _MAX_TABLE_BYTES = 2**28  # largest size of a table, after decompression
 _VALUE_LIMITS = 1e-30, 1e30  # of weights and values: squares and products of such numbers are finite and exact
@@ -41,7 +41,7 @@ _VALUE_LIMITS = 1e-30, 1e30  # of weights and values: squares and products of su
 def judge_table(
     table: str | os.PathLike | pd.DataFrame,
     metric: str,
-    better: Direction | None,
+    better: BetterDirection | None,
     matters: float,
     baseline: str | None,
     condition: str,
@@ -83,12 +83,12 @@ def judge_table(
     arms, sizes = (baseline, *(arm for arm in known if arm != baseline)), dict.fromkeys(frame["size"])
     seeds = sorted(set(frame["seed"]), key=lambda seed: (isinstance(seed, str), seed))
     for _, of_size in frame.groupby("size"):
-        _check_units(of_size, source)
+        _check_same_units(of_size, source)
     _check_seeds(frame, product(sizes, arms[target is not None :]), seeds, is_paired, source)
     order = [pd.factorize(frame["sample"], sort=True)[0]]
     for name, values in (("seed", seeds), ("arm", arms), ("size", sizes)):
         order.append(frame[name].map({value: place for place, value in enumerate(values)}))
-    frame = frame.assign(unlearned=_unlearned_levels(frame, primary.better)).iloc[np.lexsort(order)]
+    frame = frame.assign(unlearned=_unlearned_level_texts(frame, primary.better)).iloc[np.lexsort(order)]
     rates = dict.fromkeys(sizes, dict.fromkeys(arms))
     return judge(frame, Question(primary, arms, tuple(seeds), rates, unpaired=unpaired, target=target))
 
@@ -117,7 +117,7 @@ def read_runs(
     table: pd.DataFrame,
     source: str,
     primary: PrimaryMetric,
-    better: Direction | None,
+    better: BetterDirection | None,
     condition: str,
     split_columns: Sequence[str],
     arm: str,
@@ -177,7 +177,9 @@ def read_runs(
             if count > 1:
                 remedy = "take one by a condition (--where 'rate == 1e-3'); lm judge takes --by rate, too"
                 raise RunError(f"{source}: arm {name} has {count} rates: {remedy}")
-    _check_rows(runs, source, [name for name in table.columns if name not in (*_RUN_COLUMNS, "value", "weight")])
+    _check_and_convert_rows(
+        runs, source, [name for name in table.columns if name not in (*_RUN_COLUMNS, "value", "weight")]
+    )
     runs["rate"] = None  # lines of another rate are of another run
     is_diverged = runs["state"] == DIVERGED_KEY
     runs["note"] = (runs["arm"] + " seed " + runs["seed"].astype(str) + f": {DIVERGED_KEY}").where(is_diverged, "")
@@ -246,7 +248,7 @@ def _wandb_rows(project: str) -> pd.DataFrame:
 def _json_rows(content: bytes) -> pd.DataFrame:
     """Read rows from a JSON text: JSON lines, a list of numbers or objects, or an object with a list for each arm.
     Raises ValueError: the text is of another form."""
-    read = partial(json.loads, object_pairs_hook=_with_names_once)
+    read = partial(json.loads, object_pairs_hook=_dict_of_unique_fields)
     try:
         data = read(content)
     except ValueError:
@@ -267,7 +269,7 @@ def _json_rows(content: bytes) -> pd.DataFrame:
     return _flat_rows(rows)
 
 
-def _with_names_once(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+def _dict_of_unique_fields(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
     """Make a dict of a JSON object's fields. Raises ValueError: two fields have one name."""
     fields = dict(pairs)
     if len(fields) < len(pairs):  # as two columns of one name in a CSV file: it is not known which is meant
@@ -281,12 +283,12 @@ def _flat_rows(rows: list[dict[str, Plain]]) -> pd.DataFrame:
     return pd.json_normalize(rows).map(lambda cell: str(cell) if isinstance(cell, list) else cell)
 
 
-def _better_direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Direction:
+def _better_direction(rows: pd.DataFrame, better: BetterDirection | None, source: str) -> BetterDirection:
     """Return which direction of the metric is better: the argument `better`, else the entry of the column `better`,
     else lower. Raises RunError: the column has several directions, or an unknown one."""
     found = {*rows["better"].dropna()} - {"none", ""} if "better" in rows else set()
     found |= {better} - {None}
-    if len(found) > 1 or found - {*get_args(Direction)}:
+    if len(found) > 1 or found - {*get_args(BetterDirection)}:
         words = ", ".join(sorted(map(str, found)))
         raise RunError(f"{source}: better is {words}; of one metric it is lower or higher in all lines, as in --better")
     return next(iter(found), "lower")
@@ -307,7 +309,7 @@ def _check_seeds(
             raise RunError(f"{source}: {name}: no seed {missing}; every arm needs the same seeds, or --unpaired")
 
 
-def _unlearned_levels(frame: pd.DataFrame, better: str) -> pd.Series:
+def _unlearned_level_texts(frame: pd.DataFrame, better: str) -> pd.Series:
     """Return the column `unlearned` that `judge` takes: `chance (LEVEL)` for runs that are not better than the level in
     the column `chance`, else an empty text."""
     levels = pd.Series("", frame.index)
@@ -358,7 +360,7 @@ def _rows_to_judge(
     return rows[rows["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
 
 
-def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
+def _check_and_convert_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     """Check the rows, and convert values, weights and chances into numbers in place. Raises RunError: a number,
     arm or seed is missing or invalid, or a run has several rows for one sequence. `columns`: those in which such rows
     differ are named in the error.
@@ -401,7 +403,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         raise RunError(f"{source}: {lines}; {remedy or 'drop all but one'}")
 
 
-def _check_units(rows: pd.DataFrame, source: str) -> None:
+def _check_same_units(rows: pd.DataFrame, source: str) -> None:
     """Raise RunError unless all runs have the same units (such as sequences), with the same weights and groups."""
     rows = rows[rows["state"] == FINISHED]
     if rows["group"].isna().all():

@@ -99,7 +99,7 @@ def test_tasks_are_an_evaluation_of_the_exported_model_with_a_value_for_each_doc
     scores = [[log_p(model, text, choice) for choice in choices] for text, choices in CHOICES]
     assert sample.values.tolist() == [float(second > first) for first, second in scores]
     outcome = Outcome(config.run_folder, 8, "tasks/our_choice/acc")
-    assert weighted_mean(outcome.units("tasks/our_choice/acc")) == pytest.approx(logged["tasks/our_choice/acc"])
+    assert weighted_mean(outcome.metric_values("tasks/our_choice/acc")) == pytest.approx(logged["tasks/our_choice/acc"])
     result = command("eval", str(plain.run_folder), f"eval.tasks=[{', '.join(tasks.values())}]", "--json")
     assert result.returncode == 0, result.stderr
     values = {line["where"]: line["value"] for line in json.loads(result.stdout) if line["kind"] == "tasks"}

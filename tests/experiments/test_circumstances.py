@@ -11,7 +11,7 @@ from trials import TWO_ARM_EXPERIMENT, write_experiment
 
 from lm.config.load import to_yaml
 from lm.errors import RunError
-from lm.experiments.compare import PLAN, open_experiment
+from lm.experiments.compare import PLAN_KEY, open_experiment
 from lm.experiments.definition import present_plan, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
@@ -33,7 +33,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     write_recorded_file(procedure.experiment.folder / RESOLVED_FILE, SETTLED)
     procedure = open_experiment(procedure.experiment)
     write_recorded_file(
-        procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: present_plan(procedure.experiment)}
+        procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN_KEY: present_plan(procedure.experiment)}
     )
     finish_all_runs(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
@@ -53,7 +53,9 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
 def exploratory(procedure: Procedure) -> list[str]:
     """The arms whose verdicts are."""
     return [
-        line["arm"] for line in procedure.judgement().entries() if line.get("verdict", "").startswith("exploratory: ")
+        line["arm"]
+        for line in procedure.judgement().summary_rows()
+        if line.get("verdict", "").startswith("exploratory: ")
     ]
 
 
@@ -129,26 +131,27 @@ def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_p
         assert exploratory(procedure) == ["ssmax"]
         assert any("what was planned before the first run is not known" in note for note in procedure.notes())
         write_recorded_file(
-            experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: None}
+            experiment.folder / RESOLVED_FILE, SETTLED | {PLAN_KEY: None}
         )  # as a start after the loss leaves it
 
 
 def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
-    from lm.experiments.compare import start
+    from lm.experiments.compare import start_experiment
 
-    folder = start(read_experiment(write_experiment(tmp_path, tune=None), arguments[1:])).experiment.folder
-    start(read_experiment(write_experiment(tmp_path, tune=None), [*arguments[1:], "log.progress=none"]))
+    folder = start_experiment(read_experiment(write_experiment(tmp_path, tune=None), arguments[1:])).experiment.folder
+    start_experiment(read_experiment(write_experiment(tmp_path, tune=None), [*arguments[1:], "log.progress=none"]))
     changed = write_experiment(tmp_path, tune=None, primary={"matters": 0.2}, seeds=[2, 3, 5, 4])
-    assert start(read_experiment(changed, arguments[1:])).plan_notes == []
-    plan = read_json(folder / RESOLVED_FILE)[PLAN]["shared"]
+    assert start_experiment(read_experiment(changed, arguments[1:])).plan_notes == []
+    plan = read_json(folder / RESOLVED_FILE)[PLAN_KEY]["shared"]
     assert (plan["primary.matters"], plan["seeds"]) == (0.2, [2, 3, 4, 5])
 
 
 def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments, tmp_path):
-    from lm.experiments.compare import start
+    from lm.experiments.compare import start_experiment
 
     file = (
-        start(read_experiment(write_experiment(tmp_path, tune=None), arguments[1:])).experiment.folder / RESOLVED_FILE
+        start_experiment(read_experiment(write_experiment(tmp_path, tune=None), arguments[1:])).experiment.folder
+        / RESOLVED_FILE
     )
     file.write_text(file.read_text().replace('matters": 0.05', 'matters": 0.2'))
     with pytest.raises(RunError, match=r"resolved\.json: was altered, .*; bring it back"):

@@ -70,7 +70,7 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
     )
     assert Path(trained.config.init_from).parent.name == "swapped"
     assert "started_from" in read_json(trained.config.run_folder / "environment.json")
-    _, as_it_is_line, trained_line = procedure.judgement().entries()
+    _, as_it_is_line, trained_line = procedure.judgement().summary_rows()
     assert as_it_is_line["mean"] != trained_line["mean"]
 
     other = {"eval.by_length": {"lengths": [8, 32], "sequences": 8}}

@@ -19,7 +19,7 @@ from scipy.stats import ttest_1samp
 from trials import procedure_of
 
 from lm.config.load import to_yaml
-from lm.experiments.page import trends
+from lm.experiments.page import trends_over_sizes
 from lm.experiments.procedure import Procedure, Run
 from lm.report.comparison import REPORTING_SUFFIX
 from lm.runs.folder import CONFIG_FILE, DIVERGED_KEY, METRICS_FILE
@@ -95,7 +95,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     page = write_page(procedure, tmp_path / "out")
     words = text_of(page)
     assert words.index("Do ssmax and log_n change val/loss by more than 0.02, compared with softmax?") < 100
-    _, ssmax, log_n = procedure.judgement().entries()
+    _, ssmax, log_n = procedure.judgement().summary_rows()
     assert ssmax["verdict"] == "better"
     for line in (ssmax, log_n):
         assert re.search(
@@ -159,7 +159,7 @@ def sized(tmp_path: Path) -> Procedure:
 def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, undrawn):
     procedure = sized(tmp_path)
     judgement = procedure.judgement()
-    line, _ = trends(procedure, judgement)
+    line, _ = trends_over_sizes(procedure, judgement)
     runs = {(size, arm): judgement.judged_values(size, arm) for size in "abc" for arm in ("softmax", "ssmax")}
     differences = np.array([np.subtract(runs[size, "ssmax"], runs[size, "softmax"]) for size in "abc"])
     slopes = [np.polyfit([0, 2, 3], seed, 1)[0] for seed in differences.T]  # in doublings of parameters
@@ -176,9 +176,9 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
 
 def test_sizes_that_are_alike_or_not_trained_have_no_trend(tmp_path):
     procedure = made(tmp_path, tune=None, sizes={"a": {"model.n_embd": 16}, "b": {"model.n_embd": 64}})
-    assert trends(procedure, procedure.judgement()) == []
+    assert trends_over_sizes(procedure, procedure.judgement()) == []
     procedure = finish_all(procedure)
-    assert trends(procedure, procedure.judgement()) == [], "the records have as many parameters and tokens"
+    assert trends_over_sizes(procedure, procedure.judgement()) == [], "the records have as many parameters and tokens"
 
 
 def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):

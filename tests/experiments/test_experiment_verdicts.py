@@ -72,7 +72,9 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
         "what chooses is said as a run ends"
     )
     assert "final: ssmax at 0.02 seed 1: recall/needle 64 (all questions) 1.0000, " in out
-    assert procedure.choice("").rates == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
+    assert procedure.rate_choice("").judged_rates == {"softmax": 2e-2, "ssmax": 2e-2}, (
+        "by the loss both would be at the edge"
+    )
     tuning_runs = procedure.tuning_runs("")
     means = tuning_runs.groupby(["arm", "rate"], sort=False)[OF_RECALL["metric"]].mean()
     assert [*means] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
@@ -91,7 +93,7 @@ def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
     for run in procedure.known_runs():
         if (run.arm, run.seed) != ("ssmax", 3):
             finish_run(run, {1: 5.0, 2: 6.0, 3: 8.0}[run.seed] - 0.1 * (run.arm == "ssmax"))
-    soft, scalable = procedure.judgement().entries()
+    soft, scalable = procedure.judgement().summary_rows()
     assert (soft["mean"], scalable["mean"]) == pytest.approx((5.5, 5.4))
     assert (soft["runs"], scalable["runs"]) == (3, 2)
 
@@ -106,7 +108,9 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     report = np.flatnonzero(~model_selection_mask(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report] for seed in (1, 2, 3)])
     expected = estimate_over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
-    assert procedure.judgement().entries()[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
+    assert procedure.judgement().summary_rows()[1]["over_seeds_and_documents"] == pytest.approx(
+        expected.as_list(), abs=1e-5
+    )
     assert expected.noise_source == f"3 seeds and {len(report)} documents"
 
 
@@ -124,10 +128,10 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
             }
             values = np.array([by_part[bool(part)] for part in selects_document])
             write_frame(run, "validation", run.outcome.last_step, validation_frame(values))
-    assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
+    assert procedure.rate_choice("").judged_rates == {"softmax": 2e-3, "ssmax": 2e-3}
     tuning = procedure.tuning_runs("").query("arm == 'softmax'").groupby("rate")["val/loss"].mean().to_dict()
     assert tuning == pytest.approx({1e-3: 6, 2e-3: 5, 4e-3: 6, 8e-3: 7})
-    softmax, ssmax = procedure.judgement().entries()
+    softmax, ssmax = procedure.judgement().summary_rows()
     assert (softmax["mean"], ssmax["mean"], ssmax["difference"][0]) == pytest.approx((6.0, 5.9, -0.1))
 
 
@@ -142,7 +146,7 @@ def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[
     for run in procedure.known_runs():
         finish_run(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
         write_training_losses(run, *(training_losses if run.arm == "ssmax" else (9.0, 5.0)))
-    return procedure, procedure.judgement().entries()[1]
+    return procedure, procedure.judgement().summary_rows()[1]
 
 
 @pytest.mark.parametrize("training_losses", [(), (10.8, 6.3), (10.8, float("nan"), 6.3)])
@@ -182,7 +186,7 @@ def test_without_a_run_below_the_unigram_cross_entropy_nothing_is_compared(tmp_p
     procedure = experiment(tmp_path)
     for run in procedure.known_runs():
         finish_run(run, losses[run.arm == "ssmax"] + 1e-3 * run.seed * (run.arm == "ssmax"), unigram=6.0)
-    line = procedure.judgement().entries()[1]
+    line = procedure.judgement().summary_rows()[1]
     assert line["verdict"] == verdict
     if verdict == "not learned":
         reason = "no run of either arm is better than the unigram cross-entropy (6)"
@@ -207,7 +211,7 @@ def test_accuracies_at_chance_are_not_compared(tmp_path, accuracies, verdict):
     procedure = experiment(tmp_path, base=base, primary=OF_RECALL)
     for run in procedure.known_runs():
         finish_run(run, 5.0, recall(accuracies[run.arm == "ssmax"], ("chance", 0.25)))
-    line = procedure.judgement().entries()[1]
+    line = procedure.judgement().summary_rows()[1]
     assert line["verdict"] == verdict
     assert (verdict == "not learned") == ("is better than chance (0.25)" in line["words"])
 
@@ -223,13 +227,13 @@ def misled(run: Run) -> float:
 
 def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_path):
     procedure = finish_all_runs(experiment(tmp_path, tune=GRID, seeds=[1, 2, 3, 4, 5]), misled)
-    choice = procedure.choice("")
+    choice = procedure.rate_choice("")
     assert choice.rates_of_final_runs == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
     assert choice.rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
     final = [run for run in procedure.known_runs() if run.stage == "final"]
     assert len(final) == len({run.config.run_folder for run in final}) == 4 * 5
     assert all(run.outcome.state == "finished" for run in final)
-    line = procedure.judgement().entries()[1]
+    line = procedure.judgement().summary_rows()[1]
     assert line["difference"][0] == pytest.approx(3e-4, abs=1e-5)
     assert line["difference"][2] < 1e-3, "the tuned rates alone: better by 0.02"
     assert line["verdict"] == "difference below margin"
@@ -267,9 +271,9 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
     for run in reopened.known_runs():
         if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
             finish_run(run, misled(run))
-    line = Procedure(procedure.experiment).judgement().entries()[1]
+    line = Procedure(procedure.experiment).judgement().summary_rows()[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
-    assert Procedure(procedure.experiment).judgement().entries()[0]["rate"] == 2e-3, (
+    assert Procedure(procedure.experiment).judgement().summary_rows()[0]["rate"] == 2e-3, (
         "the tuned one, until all have ended"
     )
 
@@ -320,16 +324,16 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     n_planned = procedure.count_runs("")
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
         assert all(
-            run.source is None
-            or run.source.config.run_folder in trained_folders | {source.config.run_folder for source in unfinished}
+            run.source_run is None
+            or run.source_run.config.run_folder in trained_folders | {source.config.run_folder for source in unfinished}
             for run in unfinished
         )
         trained_folders |= {run.config.run_folder for run in unfinished}
         for run in unfinished:
             finish_run(run, 5 + abs((run.rate or 0) - 2e-2) + 0.001 * run.seed)
-    assert procedure.choice("").rates == dict.fromkeys(arms, 2e-2)
-    from_others = [run for run in procedure.known_runs() if run.source]
-    assert all((run.source.seed, run.source.stage) == (run.seed, run.stage) for run in from_others)
+    assert procedure.rate_choice("").judged_rates == dict.fromkeys(arms, 2e-2)
+    from_others = [run for run in procedure.known_runs() if run.source_run]
+    assert all((run.source_run.seed, run.source_run.stage) == (run.seed, run.stage) for run in from_others)
     assert {*procedure.tuning_runs("")["arm"]} == {"softmax", "more", "longer"}, "others choose no rate"
     assert procedure.count_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
     assert sum(procedure.count_runs("").values()) == len(procedure.known_runs())

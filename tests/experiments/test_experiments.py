@@ -18,11 +18,11 @@ from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.held_out import LongContext
 from lm.evaluation.metrics import metrics_of
-from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, start
+from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment, start_experiment
 from lm.experiments.definition import read_experiment
-from lm.experiments.loop import ExperimentTrainer, RunsFailed, TrainingStopped
 from lm.experiments.procedure import Procedure, Run, forget_failures, remaining_commands
 from lm.experiments.run_outcome import Outcome
+from lm.experiments.trainer import ExperimentTrainer, RunsFailed, TrainingStopped
 from lm.runs.evaluations import evaluation_path
 from lm.training.train import train
 
@@ -64,8 +64,8 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert len(labels) == len(set(labels)) == len(runs)
     assert len({run.rate for run in runs if run.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
     assert sum(run.stage == "final" for run in runs) == 4
-    assert procedure.choice("").rates == {"softmax": 2e-2, "ssmax": 2e-2}
-    soft, scalable = procedure.judgement().entries()
+    assert procedure.rate_choice("").judged_rates == {"softmax": 2e-2, "ssmax": 2e-2}
+    soft, scalable = procedure.judgement().summary_rows()
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
@@ -106,7 +106,7 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     with pytest.raises(RunError, match="2 runs failed"):
         jobs.train_all()
     assert labels[3:] == ["ssmax seed 1", "ssmax seed 2"]
-    assert {line["arm"]: line["runs"] for line in procedure.judgement().entries()} == {"softmax": 2, "ssmax": 0}
+    assert {line["arm"]: line["runs"] for line in procedure.judgement().summary_rows()} == {"softmax": 2, "ssmax": 0}
 
 
 def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_path, overrides, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
     trainer_that_calls(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
-    _, wild = procedure.judgement().entries()
+    _, wild = procedure.judgement().summary_rows()
     assert wild["verdict"] == "unstable"
     assert wild["reason"].startswith("2 final runs diverged: wild seed 1: "), wild["reason"]
 
@@ -230,7 +230,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
         )
     names = str(error.value).partition("choose from: ")[2].split(", ")
     assert len(names) == 11
-    frame = pd.concat([evaluation.frame for evaluation in run.outcome.evaluations])
+    frame = pd.concat([evaluation.frame for evaluation in run.outcome.last_evaluations])
     pairs = set(zip(frame["metric"], frame["about"], frame["sample"].notna(), strict=True))
     assert sorted(names) == sorted(name for name, about, has_units in pairs if has_units and about.matches(name))
     listed = metrics_of(run.config)
@@ -249,9 +249,9 @@ def test_runs_measured_on_other_sequences_are_measured_again(tmp_path, overrides
     softmax, _ = [run.config.run_folder for run in procedure.known_runs()]
     assert lm("eval", str(softmax), "eval.sequences=32").returncode == 0
     again = Procedure(procedure.experiment)
-    assert [entry["runs"] for entry in again.judgement().entries()] == [0, 1]
+    assert [entry["runs"] for entry in again.judgement().summary_rows()] == [0, 1]
     assert remaining_commands(again.known_runs()[0]) == [["eval", str(softmax)]], "as the run is configured"
-    monkeypatch.setattr(Outcome, "is_measured", True)
+    monkeypatch.setattr(Outcome, "has_required_evaluations", True)
     with pytest.raises(RunError, match=r"val/loss was measured on other sequences than in .*lm eval"):
         Procedure(procedure.experiment).judgement()
 
@@ -265,7 +265,7 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
         folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1}
     )
     with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
-        start(read_experiment(path, own_overrides))
+        start_experiment(read_experiment(path, own_overrides))
 
 
 @pytest.mark.parametrize(("selecting", "changes"), [(False, {}), (True, {"tune": None})])
@@ -280,7 +280,7 @@ def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict
         ConfigError,
         match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents is left to {use} on",
     ):
-        start(read_experiment(write_experiment(tmp_path, **changes), overrides))
+        start_experiment(read_experiment(write_experiment(tmp_path, **changes), overrides))
 
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
@@ -308,10 +308,13 @@ def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
 
 
 def test_the_first_start_settles_an_experiment(tmp_path, overrides, monkeypatch):
-    path, first = write_experiment(tmp_path), start(read_experiment(write_experiment(tmp_path), overrides)).experiment
+    path, first = (
+        write_experiment(tmp_path),
+        start_experiment(read_experiment(write_experiment(tmp_path), overrides)).experiment,
+    )
     content = (first.folder / "resolved.json").read_text()
     monkeypatch.setattr("lm.experiments.compare._machine_settings", lambda *_: pytest.fail("was settled by the first"))
-    again = start(read_experiment(path, [*overrides, "trainer.threads=null"]), jobs=7).experiment
+    again = start_experiment(read_experiment(path, [*overrides, "trainer.threads=null"]), jobs=7).experiment
     assert again.first_config.trainer.threads == 1
     assert (first.folder / "resolved.json").read_text() == content
     assert json.loads(content)["planned"]["shared"]["seeds"] == [1, 2]

@@ -18,8 +18,8 @@ from waiting import wait_until
 
 from lm.errors import RunError
 from lm.experiments.definition import read_experiment
-from lm.experiments.loop import ExperimentTrainer, TrainingStopped
 from lm.experiments.procedure import Procedure, forget_failures, read_failure
+from lm.experiments.trainer import ExperimentTrainer, TrainingStopped
 from lm.files import read_json
 from lm.machine import process_start_time
 from lm.runs.folder import read_metrics
@@ -88,10 +88,10 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
 WORK = """
 import sys
 from pathlib import Path
-from lm.experiments.compare import start
+from lm.experiments.compare import start_experiment
 from lm.experiments.definition import read_experiment
-from lm.experiments.loop import ExperimentTrainer
-ExperimentTrainer(start(read_experiment(Path(sys.argv[1]), sys.argv[2:]), 2), [(), ()]).train_all()
+from lm.experiments.trainer import ExperimentTrainer
+ExperimentTrainer(start_experiment(read_experiment(Path(sys.argv[1]), sys.argv[2:]), 2), [(), ()]).train_all()
 """
 
 
@@ -183,7 +183,10 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
         assert equal_tensors(
             checkpoint_weights(killed_run.config.run_folder), checkpoint_weights(undisturbed_run.config.run_folder)
         )
-    assert Procedure(killed.experiment).judgement().entries() == Procedure(undisturbed.experiment).judgement().entries()
+    assert (
+        Procedure(killed.experiment).judgement().summary_rows()
+        == Procedure(undisturbed.experiment).judgement().summary_rows()
+    )
 
 
 def metrics_but_times(folder: Path) -> list[dict]:

@@ -16,7 +16,7 @@ from prose import code_blocks
 
 import lm
 from lm.errors import ConfigError, RunError
-from lm.experiments.judging import MAX_PRINTED
+from lm.experiments.judging import MAX_PRINTED_ROWS
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import recompute
@@ -94,13 +94,17 @@ def test_a_table_is_judged_as_an_experiment_is():
 
 
 def test_a_long_table_is_printed_up_to_a_limit_and_judged_whole(tmp_path):
-    rng, names, path = np.random.default_rng(0), [f"arm{index}" for index in range(MAX_PRINTED + 5)], tmp_path / "t.csv"
+    rng, names, path = (
+        np.random.default_rng(0),
+        [f"arm{index}" for index in range(MAX_PRINTED_ROWS + 5)],
+        tmp_path / "t.csv",
+    )
     pd.DataFrame([{"arm": name, "seed": seed, "value": rng.normal()} for name in names for seed in range(3)]).to_csv(
         path
     )
     lines = command("judge", str(path)).stdout.splitlines()
     assert lines[-1] == "printed: the first 500 of 505 lines; lm judge --json and verdicts.json hold all"
-    assert sum(bool(re.match(r" ?arm\d+\b", line)) for line in lines) == 2 * MAX_PRINTED - 1
+    assert sum(bool(re.match(r" ?arm\d+\b", line)) for line in lines) == 2 * MAX_PRINTED_ROWS - 1
     assert len(json.loads(command("judge", str(path), "--json").stdout)["arms"]) == len(names)
 
 

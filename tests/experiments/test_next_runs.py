@@ -61,7 +61,7 @@ def ends_in_order(file: Path, overrides: list[str], order: random.Random) -> lis
         assert [run.config.name for run in runs] == [run.config.name for run in again], "outcomes alone decide"
         for run in order.sample(runs, order.randint(1, len(runs))):
             assert run.config.run_folder not in losses
-            assert run.source is None or run.source.config.run_folder in losses
+            assert run.source_run is None or run.source_run.config.run_folder in losses
             losses[run.config.run_folder] = loss_of(run.config)
         names = [run.config.name for run in procedure.known_runs()]
         assert {*known} <= {*names}, "a run that was needed stays so"

@@ -45,7 +45,7 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
         "optim.batch_tokens=512",
     ]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("lm.experiments.loop.ThreadPoolExecutor", InlineExecutor)
+        patched.setattr("lm.experiments.trainer.ThreadPoolExecutor", InlineExecutor)
         trainer_that_calls(open_experiment(read_experiment(path, overrides)), here).train_all()
     return path, overrides
 
@@ -61,7 +61,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     final = table.query("stage == 'final' and metric == 'val/loss' and part == 'reports'")
     means = final.groupby(["arm", "seed"]).apply(lambda lines: np.average(lines["value"], weights=lines["weight"]))
     verdict = compared.verdicts.set_index("arm").loc["ssmax"]
-    base, other = open_experiment(read_experiment(file, overrides)).judgement().entries()
+    base, other = open_experiment(read_experiment(file, overrides)).judgement().summary_rows()
     assert [base["mean"], other["mean"]] == pytest.approx(means.groupby("arm").mean().tolist(), abs=1e-6)
     assert verdict["verdict"] == other["verdict"]
     assert compared.report.is_file()

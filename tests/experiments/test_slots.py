@@ -15,8 +15,8 @@ from trials import procedure_of, write_experiment
 
 from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
-from lm.experiments.loop import ExperimentTrainer, run_slots
 from lm.experiments.procedure import Procedure
+from lm.experiments.trainer import ExperimentTrainer, device_slots
 from lm.model.device import count_gpus, visible_gpu_names
 
 
@@ -63,8 +63,8 @@ WIDE = {
 def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, count, visible, names):
     gpus(count, visible)
     assert visible_gpu_names() == names
-    assert run_slots(opened(tmp_path).experiment, None, 1) == [(name,) for name in names] or [()]
-    assert len(run_slots(opened(tmp_path).experiment, 1, 2)) == 1
+    assert device_slots(opened(tmp_path).experiment, None, 1) == [(name,) for name in names] or [()]
+    assert len(device_slots(opened(tmp_path).experiment, 1, 2)) == 1
 
 
 def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path):
@@ -109,8 +109,8 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
     program.write_text(PROGRAM.format(python=sys.executable, events=events))
     program.chmod(0o755)
     procedure = opened(tmp_path, arms=WIDE, seeds=[1, 2, 3])
-    slots = run_slots(procedure.experiment, None, slots_per_gpu)
-    monkeypatch.setattr("lm.experiments.loop.sys.executable", str(program))
+    slots = device_slots(procedure.experiment, None, slots_per_gpu)
+    monkeypatch.setattr("lm.experiments.trainer.sys.executable", str(program))
     with pytest.raises(RunError, match="12 runs failed"):
         ExperimentTrainer(procedure, slots).train_all()
     counts, widths = Counter(), Counter()

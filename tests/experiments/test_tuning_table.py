@@ -40,13 +40,13 @@ def table(tmp_path, on_a_grid) -> Path:
 
 
 def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_grid):
-    assert on_a_grid.choice("").rates == BEST
+    assert on_a_grid.choice("").judged_rates == BEST
     by_table = finish_all_runs(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
-    assert by_table.choice("").rates == BEST
+    assert by_table.choice("").judged_rates == BEST
     assert by_table.tuning_runs("").equals(on_a_grid.tuning_runs(""))
     assert {run.stage for run in by_table.known_runs()} == {"final"}
     assert {run.config.name for run in by_table.known_runs()} < {run.config.name for run in on_a_grid.known_runs()}
-    assert by_table.judgement().entries() == on_a_grid.judgement().entries()
+    assert by_table.judgement().summary_rows() == on_a_grid.judgement().summary_rows()
     assert by_table.notes() == on_a_grid.notes()
     assert {*on_a_grid.tuning_runs("")["seed"]} == {101, 102}
 
@@ -93,4 +93,4 @@ def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
     finish_all_runs(procedure, lambda run: 2 - run.rate)
     assert {run.rate for run in procedure.known_runs()} == {0.3, 0.6}
-    assert [line["verdict"] for line in procedure.judgement().entries()[1:]] == ["not tuned"] * 2
+    assert [line["verdict"] for line in procedure.judgement().summary_rows()[1:]] == ["not tuned"] * 2

@@ -19,10 +19,10 @@ from trials import write_experiment
 from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
-from lm.experiments import loop
-from lm.experiments.compare import experiment_lock, open_experiment, start
+from lm.experiments import trainer
+from lm.experiments.compare import experiment_lock, open_experiment, start_experiment
 from lm.experiments.definition import read_experiment
-from lm.experiments.loop import Cluster, TrainingJob
+from lm.experiments.trainer import Cluster, TrainingJob
 from lm.files import read_json, write_json
 
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
@@ -77,8 +77,8 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
         "0.05; done\n"
     )
     program.chmod(0o755)
-    procedure = start(read_experiment(file, arguments[1:]))
-    monkeypatch.setattr(loop.sys, "executable", str(program))
+    procedure = start_experiment(read_experiment(file, arguments[1:]))
+    monkeypatch.setattr(trainer.sys, "executable", str(program))
     monkeypatch.setattr("submitit.JobEnvironment", lambda: SimpleNamespace(job_id="7", global_rank=0))
     run = procedure.known_runs()[0]
     write_json(run.log_file("job.json"), {"engine": "slurm", "id": "7", "born": ""})
@@ -103,7 +103,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
 
 
 def test_runs_that_jobs_train_are_left_to_them(file, arguments):
-    procedure = start(read_experiment(file, arguments[1:]))
+    procedure = start_experiment(read_experiment(file, arguments[1:]))
     path = procedure.known_runs()[1].log_file("job.json")
     write_json(path, {"engine": "slurm", "id": "42", "born": ""})
     remedy = "add --submit slurm to wait for it, or delete this file once the job is gone"
@@ -119,7 +119,7 @@ def test_runs_that_jobs_train_are_left_to_them(file, arguments):
 
 
 def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
-    folder = start(read_experiment(file, arguments[1:])).experiment.folder
+    folder = start_experiment(read_experiment(file, arguments[1:])).experiment.folder
     with experiment_lock(folder):
         result = lm("compare", str(file), *arguments[1:])
         message = "another lm compare works on it; --report-only and --plan show how far it is"
@@ -138,7 +138,7 @@ def test_what_fails_before_anything_is_trained_leaves_no_lock_and_no_folder(file
 
 
 def test_commands_are_printed_of_the_runs_that_nobody_works_on(file, arguments):
-    procedure = start(read_experiment(file, arguments[1:]))
+    procedure = start_experiment(read_experiment(file, arguments[1:]))
     runs = procedure.known_runs()
     finish_run(runs[0], 5.0)
     lines = lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()

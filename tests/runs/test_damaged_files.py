@@ -13,7 +13,7 @@ from texts import write_texts, write_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from trials import write_experiment
 
-from lm.experiments.compare import start
+from lm.experiments.compare import start_experiment
 from lm.experiments.definition import read_experiment
 from lm.training.train import train
 
@@ -41,7 +41,7 @@ def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("trained")
     file = write_experiment(folder, tune=None, seeds=[1])
     overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT]
-    for run in start(read_experiment(file, [*overrides, f"runs={folder / 'runs'}"])).known_runs():
+    for run in start_experiment(read_experiment(file, [*overrides, f"runs={folder / 'runs'}"])).known_runs():
         train(run.config)
     return file, overrides
 

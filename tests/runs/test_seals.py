@@ -194,7 +194,7 @@ def test_nothing_is_judged_on_what_was_changed_after_it_was_measured(
 ):
     stage, edit = case
     procedure = opened(Path(shutil.copytree(originals[stage], tmp_path / "copy")))
-    assert procedure.judgement().entries()
+    assert procedure.judgement().summary_rows()
     edit(procedure)  # of the runs the first: of tuning, if there is any
     edited = Procedure(procedure.experiment)
     with pytest.raises(RunError, match=EDITS[edit]) as error:
@@ -221,7 +221,7 @@ WAYS += [("another seed", way) for way in ("link", "config.yaml alone")]
 def test_a_folder_holds_the_run_that_its_name_says(tmp_path, originals: dict[str, Path], case: tuple[str, str]):
     """Another run in its place gave another interval, without a word."""
     procedure = opened(Path(shutil.copytree(originals["tune"], tmp_path / "copy")))
-    assert procedure.judgement().entries()
+    assert procedure.judgement().summary_rows()
     place, way = case
     folders = {(run.stage, run.arm, run.rate, run.seed): run.config.run_folder for run in procedure.known_runs()}
     folder, other = (folders[run] for run in PLACES[place])
@@ -231,7 +231,7 @@ def test_a_folder_holds_the_run_that_its_name_says(tmp_path, originals: dict[str
     if way != "link":
         write_recorded_file(folder / CONFIG_FILE, (other / CONFIG_FILE).read_text())
     with pytest.raises(RunError, match=rf"is of another run than {folder.name}: its name is {other.name}; ") as error:
-        Procedure(procedure.experiment).judgement().entries()
+        Procedure(procedure.experiment).judgement().summary_rows()
     assert "\n" not in str(error.value)
 
 

@@ -14,7 +14,7 @@ from folders import EVERY_STEP_OPTIONS, checkpoint_weights, equal_tensors, last_
 from trials import write_experiment
 
 from lm.errors import ConfigError, RunError
-from lm.experiments.compare import start
+from lm.experiments.compare import start_experiment
 from lm.experiments.definition import read_experiment
 from lm.files import read_json
 from lm.report.comparison import compare_runs
@@ -199,7 +199,7 @@ def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[
         tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}, seeds=[1, 2]
     )
     overrides = [*arguments[1:], "eval.long_context.length_factor=0"]
-    procedure = start(read_experiment(file, overrides))
+    procedure = start_experiment(read_experiment(file, overrides))
     for run in procedure.known_runs():
         finish_run(run, 5 + abs(run.rate - 2e-2))  # what is known so far is the tuning
     result = lm("compare", str(file), *overrides)

@@ -56,7 +56,7 @@ POLL_SECONDS = 1.0  # seconds between checks of a job
 # ---------------------------------------------------------------- slots of this machine
 
 
-def run_slots(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> list[Devices]:
+def device_slots(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) -> list[Devices]:
     """Return a slot for each run that this machine trains at a time: the GPUs that the run sees, () on the CPU.
 
     Args:
@@ -81,7 +81,7 @@ class ChildProcesses:
 
     def __init__(self):
         self._processes: dict[Path, subprocess.Popen] = {}
-        self._stopping = threading.Event()
+        self._stop_event = threading.Event()
 
     def train(self, run: Run, devices: Devices | None, rank: int = 0) -> tuple[int, float]:
         """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit
@@ -89,22 +89,22 @@ class ChildProcesses:
         took. On a further node, whose process has a `rank`, `lm train` is the only command.
         """
         # in a process that an earlier start left
-        while not rank and is_training(run.config.run_folder) and not self._stopping.is_set():
-            self._stopping.wait(1)
-        status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
+        while not rank and is_run_training(run.config.run_folder) and not self._stop_event.is_set():
+            self._stop_event.wait(1)
+        status, start = 128 + signal.SIGTERM if self._stop_event.is_set() else 0, time.monotonic()
         for command in [] if status else remaining_commands(replace(run, outcome=replace(run.outcome))):
             status = self._execute(run, command, devices) if not rank or command[0] == "train" else 0
             if status:
                 break
         return status, time.monotonic() - start
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send the signal `number` to all processes, and start no more. At SIGTERM, the processes save a checkpoint and
-        end.
+    def stop(self, signal_number: int = signal.SIGTERM) -> None:
+        """Send the signal `signal_number` to all processes, and start no more. At SIGTERM, the processes save a
+        checkpoint and end.
         """
-        self._stopping.set()
+        self._stop_event.set()
         for process in list(self._processes.values()):
-            process.send_signal(number)
+            process.send_signal(signal_number)
 
     def wait(self) -> None:
         """Wait until all processes have ended. Signal handlers call this method, since Popen.wait may deadlock in
@@ -120,14 +120,14 @@ class ChildProcesses:
         with output.open("ab") as log:
             process = start_child([sys.executable, "-m", "lm", *command], log, log, devices)
         self._processes[folder] = process
-        if self._stopping.is_set():
+        if self._stop_event.is_set():
             process.send_signal(signal.SIGTERM)
         status = process.wait()
         del self._processes[folder]
         return status
 
 
-def is_training(folder: Path) -> bool:
+def is_run_training(folder: Path) -> bool:
     """Return whether a process of this machine trains the run in a run folder, as the folder's lock shows."""
     if not folder.is_dir():
         return False
@@ -142,7 +142,7 @@ def is_training(folder: Path) -> bool:
 
 
 # options that submitit has for every engine
-_COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
+_SUBMITIT_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
 _MAX_REQUEUES = 1000  # how often a job that meets its time limit is queued again
 
 
@@ -200,19 +200,19 @@ class Cluster:
             raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
         self.engine = engine
         self._submitit_errors = submitit.core.utils
-        self._lock, self._stopping = threading.Lock(), threading.Event()
-        self._parameters: dict[str, int | str] = {"name": "lm", "timeout_min": 60, "nodes": 1, "tasks_per_node": 1}
+        self._lock, self._stop_event = threading.Lock(), threading.Event()
+        self._job_parameters: dict[str, int | str] = {"name": "lm", "timeout_min": 60, "nodes": 1, "tasks_per_node": 1}
         for setting in filter(None, options.split(",")):
             name, separator, value = setting.partition("=")
             if not name.isidentifier() or not separator:
                 example = "must be KEY=VALUE,KEY=VALUE, e.g. partition=gpu,timeout_min=240"
                 raise ConfigError(f"--job-options {options}: {example}")
-            name = name if name in _COMMON_OPTIONS else f"{engine}_{name}"
-            self._parameters[name] = int(value) if value.isdigit() else value
+            name = name if name in _SUBMITIT_OPTIONS else f"{engine}_{name}"
+            self._job_parameters[name] = int(value) if value.isdigit() else value
         try:
             requeues = {f"{engine}_max_num_timeout": _MAX_REQUEUES}
             self._executor = submitit.AutoExecutor(experiment_folder.absolute() / JOBS_FOLDER, engine, **requeues)
-            self._executor.update_parameters(**self._parameters)
+            self._executor.update_parameters(**self._job_parameters)
         except (AssertionError, NameError, TypeError, ValueError) as error:
             raise ConfigError(f"--job-options {options}: {one_line(error)}") from None
         except RuntimeError as error:
@@ -232,7 +232,7 @@ class Cluster:
         with self._lock, signals_blocked(signal.SIGINT, signal.SIGHUP):
             try:
                 tasks = {"nodes": nodes, "tasks_per_node": devices} if nodes > 1 else {}
-                self._executor.update_parameters(**self._parameters | tasks)
+                self._executor.update_parameters(**self._job_parameters | tasks)
                 return self._executor.submit(function).task(0)
             except (RuntimeError, OSError, ValueError) as error:
                 raise RunError(f"--submit {self.engine}: {one_line(error)}") from None
@@ -254,32 +254,34 @@ class Cluster:
         """
         path, record = run.log_file(JOB_SUFFIX), _job_record(run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
-        if job is None or not self._is_alive(job, record["born"]):
+        if job is None or not self._is_job_alive(job, record["born"]):
             trainer = run.config.trainer
             job = self.submit(TrainingJob(run), trainer.num_nodes, trainer.devices)
-            birth = process_start_time(int(job.job_id)) if self.engine == "local" else ""
-            record = {"engine": self.scheduler_name, "id": job.job_id, "born": birth}
+            start_time = process_start_time(int(job.job_id)) if self.engine == "local" else ""
+            record = {"engine": self.scheduler_name, "id": job.job_id, "born": start_time}
             write_json(path, record)
             print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
-        while self._is_alive(job, record["born"]):
-            if self._stopping.wait(POLL_SECONDS):
+        while self._is_job_alive(job, record["born"]):
+            if self._stop_event.wait(POLL_SECONDS):
                 return 128 + signal.SIGTERM, 0.0
         path.unlink(missing_ok=True)
         error = job.exception()
         has_vanished = error and not isinstance(error, self._submitit_errors.FailedJobError)
         return (-signal.SIGKILL, 0.0) if has_vanished else self.result(job)
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """Stop waiting for the jobs, which continue to run. `number` is ignored; `ChildProcesses.stop` sends this
-        signal to its processes.
+    def stop(self, signal_number: int = signal.SIGTERM) -> None:
+        """Stop waiting for the jobs, which continue to run. `signal_number` is ignored; `ChildProcesses.stop` sends
+        this signal to its processes.
         """
-        self._stopping.set()
+        self._stop_event.set()
 
-    def _is_alive(self, job: "Job", birth: Plain) -> bool:
+    def _is_job_alive(self, job: "Job", start_time: Plain) -> bool:
         """Return whether a job is queued or running. A `local` job runs while the process with its ID has the start
-        time `birth`."""
+        time `start_time`."""
         return (
-            bool(birth) and process_start_time(int(job.job_id)) == birth if self.engine == "local" else not job.done()
+            bool(start_time) and process_start_time(int(job.job_id)) == start_time
+            if self.engine == "local"
+            else not job.done()
         )
 
 
@@ -335,19 +337,19 @@ class ExperimentTrainer:
     """Trains the runs that an experiment needs, until all have ended or no other run can be started.
 
     Args:
-        slots: the GPUs of each run that is trained at a time (`run_slots`).
+        slots: the GPUs of each run that is trained at a time (`device_slots`).
         cluster: trains the runs in a scheduler's jobs; None: processes of this machine train them.
 
     Attributes:
-        pending: for each run that is being trained, the future of its training, mapped to the run and its GPUs.
-        failed: the failures of runs, by run folder.
+        pending_runs: for each run that is being trained, the future of its training, mapped to the run and its GPUs.
+        failures_by_folder: the failures of runs, by run folder.
     """
 
     def __init__(self, procedure: Procedure, slots: list[Devices], cluster: Cluster | None = None):
         self.procedure, self.slots = procedure, slots
-        self.cluster, self.trainer = cluster, cluster or ChildProcesses()
-        self.pending: dict[Future, tuple[Run, Devices]] = {}
-        self.failed: dict[Path, Failure] = {}
+        self.cluster, self.run_trainer = cluster, cluster or ChildProcesses()
+        self.pending_runs: dict[Future, tuple[Run, Devices]] = {}
+        self.failures_by_folder: dict[Path, Failure] = {}
 
     def train_all(self) -> None:
         """Train runs until all have ended or no other run can be started.
@@ -359,15 +361,15 @@ class ExperimentTrainer:
             RunError: a job for which this process does not wait trains a run, a job failed, or a trained run lacks the
                 primary metric.
         """
-        self._check_jobs()
-        pending, free = self.pending, [*self.slots]
+        self._check_job_records()
+        pending, free = self.pending_runs, [*self.slots]
         with interrupt_on_signals() as signals, ThreadPoolExecutor(len(self.slots)) as pool:
             try:
                 while True:
                     startable = self._startable_runs({run.config.run_folder for run, _ in pending.values()})
                     for run in islice(startable, len(free)):
                         devices = free.pop(0)
-                        pending[pool.submit(self.trainer.train, run, devices)] = run, devices
+                        pending[pool.submit(self.run_trainer.train, run, devices)] = run, devices
                     if not pending:
                         break
                     for future in wait(pending, None, FIRST_COMPLETED).done:
@@ -384,31 +386,31 @@ class ExperimentTrainer:
             except BaseException:
                 self.stop()
                 raise
-        if self.failed:
-            words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
+        if self.failures_by_folder:
+            words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failures_by_folder.items())
             remedy = "the same command goes on with killed ones, and --retry tries others again"
             remedy += f"; their output is in {self.procedure.experiment.folder / LOG_FOLDER}"
-            raise RunsFailed(f"{len(self.failed)} runs failed ({words}); {remedy}")
+            raise RunsFailed(f"{len(self.failures_by_folder)} runs failed ({words}); {remedy}")
 
-    def free_runs(self) -> list[Run]:
+    def runs_to_start(self) -> list[Run]:
         """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains
         one of the runs.
         """
-        self._check_jobs()
-        return [run for run in self._startable_runs(set()) if not is_training(run.config.run_folder)]
+        self._check_job_records()
+        return [run for run in self._startable_runs(set()) if not is_run_training(run.config.run_folder)]
 
     def stop(self) -> None:
         """Let the pending runs save a checkpoint, and wait for their end; a second interrupt kills them. Jobs of a
         scheduler go on.
         """
-        self.trainer.stop()
+        self.run_trainer.stop()
         try:
-            wait(self.pending)
+            wait(self.pending_runs)
         except KeyboardInterrupt:
-            self.trainer.stop(signal.SIGKILL)
-            wait(self.pending)
+            self.run_trainer.stop(signal.SIGKILL)
+            wait(self.pending_runs)
 
-    def _check_jobs(self) -> None:
+    def _check_job_records(self) -> None:
         """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait
         trains a run.
         """
@@ -425,11 +427,11 @@ class ExperimentTrainer:
         """Yield the next runs that can start: they have not failed, and neither they nor the runs whose weights they
         start from are training in `running_folders`."""
         for run in next_runs(self.procedure.known_runs()):
-            folder, source = run.config.run_folder, run.source
-            if {folder, source and source.config.run_folder} & (running_folders | self.failed.keys()):
+            folder, source = run.config.run_folder, run.source_run
+            if {folder, source and source.config.run_folder} & (running_folders | self.failures_by_folder.keys()):
                 continue
             if failure := read_failure(run):
-                self.failed[folder] = failure
+                self.failures_by_folder[folder] = failure
             else:
                 yield run
 
@@ -438,7 +440,7 @@ class ExperimentTrainer:
         outcome, title = replace(run.outcome), f"{run.stage}: {run.label}"  # the copy reads the files again
         failure_path = run.log_file(FAILURE_SUFFIX)
         if not outcome.has_ended:
-            failure = self.failed[run.config.run_folder] = self._failure(run, status, outcome)
+            failure = self.failures_by_folder[run.config.run_folder] = self._make_failure(run, status, outcome)
             if not failure.was_interrupted:
                 write_json(failure_path, vars(failure))
             print(f"{title}: failed with {failure} ({failure.log})", flush=True)
@@ -446,14 +448,14 @@ class ExperimentTrainer:
         failure_path.unlink(missing_ok=True)
         words = f"diverged ({outcome.divergence})"
         if outcome.state == "finished":
-            words = self._result_words(run, outcome)
+            words = self._result_text(run, outcome)
             words += f", did not learn: {outcome.not_learned_text}" if outcome.not_learned_text else ""
         known_runs = self.procedure.known_runs()
         left = sum(not run.outcome.has_ended for run in known_runs)
         rest_words = f"{left} of the {len(known_runs)} runs known so far are left"
         print(f"{title}: {words}, {seconds:.0f} s; {rest_words}", flush=True)
 
-    def _failure(self, run: Run, status: int, outcome: Outcome) -> Failure:
+    def _make_failure(self, run: Run, status: int, outcome: Outcome) -> Failure:
         """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed
         the run, the last line of its log, or the measurement that is missing. Raises RunError: no run measures the
         primary metric."""
@@ -464,7 +466,7 @@ class ExperimentTrainer:
         elif status:
             output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
             reason = next((line for line in reversed(output) if line.strip()), "no output")[:300]
-        elif len(outcome.units(metric)):
+        elif len(outcome.metric_values(metric)):
             reason = "an evaluation or checkpoint of its last step is missing after training"
         else:
             reason = f"primary.metric {metric} was not measured by sequence at the last step"
@@ -474,14 +476,14 @@ class ExperimentTrainer:
             reason += f" ({reasons}); lm eval {folder} measures it, without a limit of time"
         return Failure(status, reason, str(log))
 
-    def _result_words(self, run: Run, outcome: Outcome) -> str:
+    def _result_text(self, run: Run, outcome: Outcome) -> str:
         """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared.
         Both are measured on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return
         `finished` if no such document is left."""
         experiment = self.procedure.experiment
-        name = experiment.choice_metric if run.stage == "tune" else experiment.primary.metric
+        name = experiment.rate_choice_metric if run.stage == "tune" else experiment.primary.metric
         try:
-            value = number_text(outcome.mean(name, selection=True))
+            value = number_text(outcome.mean(name, for_selection=True))
         except NoDocuments:  # a line on progress must not end the experiment
             return "finished"
-        return f"{name} ({experiment.data_words(name, 'selection')}) {value}"
+        return f"{name} ({experiment.measured_data_text(name, 'selection')}) {value}"
