@@ -229,7 +229,7 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     procedure = finish_all_runs(experiment(tmp_path, tune=GRID, seeds=[1, 2, 3, 4, 5]), misled)
     choice = procedure.rate_choice("")
     assert choice.rates_of_final_runs == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
-    assert choice.rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
+    assert choice.judged_rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
     final = [run for run in procedure.known_runs() if run.stage == "final"]
     assert len(final) == len({run.config.run_folder for run in final}) == 4 * 5
     assert all(run.outcome.state == "finished" for run in final)
@@ -253,7 +253,7 @@ def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp
         return (
             finish_all_runs(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss)
             .judgement()
-            .entries()[1]
+            .summary_rows()[1]
         )
 
     for name in ("ssmax-0.002", "softmax-0.002", "ssmax-0.004"):

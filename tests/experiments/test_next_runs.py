@@ -29,10 +29,10 @@ class MadeUp(SimpleNamespace):
     def has_ended(self) -> bool:
         return self.state != "unfinished"
 
-    def mean(self, metric: str, selection: bool) -> float:
+    def mean(self, metric: str, for_selection: bool) -> float:
         return self.loss
 
-    def identity(self, metric: str) -> str:
+    def data_identity(self, metric: str) -> str:
         return "sequences"
 
 
@@ -51,7 +51,7 @@ def ends_in_order(file: Path, overrides: list[str], order: random.Random) -> lis
     def read(folder: Path, last_step: int, metric: str, scheduled: tuple, required: dict, config: Config) -> MadeUp:
         loss = losses.get(folder)
         state = "unfinished" if loss is None else "finished" if math.isfinite(loss) else "diverged"
-        return MadeUp(folder=folder, last_step=last_step, state=state, loss=loss, evaluations=())
+        return MadeUp(folder=folder, last_step=last_step, state=state, loss=loss, last_evaluations=())
 
     experiment = read_experiment(file, overrides)
     procedure = Procedure(experiment, read)

@@ -40,9 +40,9 @@ def table(tmp_path, on_a_grid) -> Path:
 
 
 def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_grid):
-    assert on_a_grid.choice("").judged_rates == BEST
+    assert on_a_grid.rate_choice("").judged_rates == BEST
     by_table = finish_all_runs(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
-    assert by_table.choice("").judged_rates == BEST
+    assert by_table.rate_choice("").judged_rates == BEST
     assert by_table.tuning_runs("").equals(on_a_grid.tuning_runs(""))
     assert {run.stage for run in by_table.known_runs()} == {"final"}
     assert {run.config.name for run in by_table.known_runs()} < {run.config.name for run in on_a_grid.known_runs()}
