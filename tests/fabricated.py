@@ -124,7 +124,7 @@ def trainer_that_calls(procedure: Procedure, launch: Callable[[Run], int]) -> Ex
     launch: function from a run to the exit status of its training.
     """
     jobs = ExperimentTrainer(procedure, [()])
-    jobs.trainer.train = lambda run, devices: (launch(run), 0.0)
+    jobs.run_trainer.train = lambda run, devices: (launch(run), 0.0)
     return jobs
 
 
