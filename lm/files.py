@@ -215,9 +215,9 @@ class FileHashes:
     """
 
     def __init__(self, root: Path):
-        self.path, self.is_changed, self.hashes = root / HASHES_FILE, False, {}
+        self.cache_path, self.is_changed, self.hashes = root / HASHES_FILE, False, {}
         with suppress(RunError):  # a missing or damaged cache: the files are hashed again
-            self.hashes = read_json(self.path)
+            self.hashes = read_json(self.cache_path)
 
     def sha256(self, path: Path) -> str:
         """Return the sha256 of a file, from the cache if possible. Raises DataError if the file can't be read."""
@@ -236,9 +236,9 @@ class FileHashes:
 
     def save(self) -> None:
         """Write the cache to disk if it has changed and its folder exists and is writable."""
-        if self.is_changed and self.path.parent.is_dir():
+        if self.is_changed and self.cache_path.parent.is_dir():
             with suppress(RunError):
-                write_text(self.path, json.dumps(self.hashes))
+                write_text(self.cache_path, json.dumps(self.hashes))
 
 
 def source_files_sha256(paths: Iterable[str | Path]) -> str:

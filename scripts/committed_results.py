@@ -88,12 +88,12 @@ def compare_at_best_rates(
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
     place = (0, rates.index(next(iter(baseline_values))))
-    shared = sum(rate in arm_values for rate in baseline_values) or None
+    n_shared_rates = sum(rate in arm_values for rate in baseline_values) or None
     bounds = ACCURACY_BOUNDS if higher_is_better else None
     return Comparison(
         by_rates,
         place,
-        n_shared_rates=shared,
+        n_shared_rates=n_shared_rates,
         must_hold_at_all_rates=other_values_chose_rates,
         higher_is_better=higher_is_better,
         bounds=bounds,

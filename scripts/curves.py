@@ -82,11 +82,11 @@ def train_in_process(arguments: list[str]) -> None:
 
 
 def train_curves(
-    names: list[str], folder: Path, jobs: int, run: Callable[[list[str]], None] = train_in_process
+    names: list[str], folder: Path, jobs: int, train_run: Callable[[list[str]], None] = train_in_process
 ) -> Curves:
     """Train the named cases, `jobs` at a time, and return their curves: values at each step, by case and metric.
 
-    run: function that trains with the arguments of `lm train`.
+    train_run: function that trains with the arguments of `lm train`.
     """
     if not (folder / "corpus").exists():
         write_corpus(folder / "corpus")
@@ -101,7 +101,7 @@ def train_curves(
     def train(case: str) -> dict[str, list[float]]:
         name = f"case-{list(CASES).index(case)}"
         options = [option.replace("CORPUS", f"{folder}/corpus") for option in CASES[case]]
-        run([*common, *options, f"name={name}"])
+        train_run([*common, *options, f"name={name}"])
         lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         values_of = {number: [line[number] for line in lines if number in line] for number in METRIC_NAMES}
         return {number: values for number, values in values_of.items() if values}

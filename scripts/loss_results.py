@@ -40,7 +40,7 @@ class LossResults(ExperimentResults):
     Attributes:
         labels: words for the rows of the table, by their names. A row's name begins with the name of its arm. After a
             comma stands what an inference setting changes of the normalizer, such as `ssmax, n=fixed:753`.
-        pairs: the rows that are compared, each with its baseline.
+        compared_pairs: the rows that are compared, each with its baseline.
         columns: for each setting its words, and (end of the arms' names if there are such arms, metric, inference
             setting, x).
         decisive_settings: the settings that are compared; all verdicts are one family, whose intervals hold together.
@@ -64,7 +64,7 @@ class LossResults(ExperimentResults):
             own.
     """
 
-    pairs: tuple[tuple[str, str], ...]
+    compared_pairs: tuple[tuple[str, str], ...]
     columns: Mapping[str, tuple[str, str, str, int]]
     decisive_settings: tuple[str, ...] = LONG_CONTEXT_SETTINGS
     tuning_setting: str = "theta x 50"
@@ -157,7 +157,7 @@ class LossResults(ExperimentResults):
                 higher_is_better=self.is_accuracy,
                 other_values_chose_rates=column != self.tuning_setting,
             )
-            for pair, column in product(self.pairs, self.decisive_settings)
+            for pair, column in product(self.compared_pairs, self.decisive_settings)
         }
         return judge_comparisons(comparisons, self.matters)
 
@@ -223,7 +223,9 @@ class LossResults(ExperimentResults):
         """Return a Markdown table of the differences in the decisive settings, with their verdicts."""
         lines = [["", "minus", *self.decisive_settings]]
         for row_name, baseline in (
-            sorted(self.pairs, key=lambda pair: self.row_names.index(pair[0])) if self.ranks_arms else self.pairs
+            sorted(self.compared_pairs, key=lambda pair: self.row_names.index(pair[0]))
+            if self.ranks_arms
+            else self.compared_pairs
         ):
             cells = [self.verdict_text(self.verdicts[row_name, baseline, column]) for column in self.decisive_settings]
             lines.append([self.labels[row_name], self.labels[baseline], *cells])
@@ -240,7 +242,7 @@ class LossResults(ExperimentResults):
 
         comparisons = {
             (*pair, column): Comparison(change(pair[0], column) - change(pair[1], column))
-            for pair, column in product(self.pairs, self.transfer_settings)
+            for pair, column in product(self.compared_pairs, self.transfer_settings)
         }
         judged = judge_comparisons(comparisons, self.matters)
         rows = [
@@ -249,7 +251,7 @@ class LossResults(ExperimentResults):
                 self.labels[baseline],
                 *(self.verdict_text(judged[row_name, baseline, x]) for x in self.transfer_settings),
             ]
-            for row_name, baseline in self.pairs
+            for row_name, baseline in self.compared_pairs
         ]
         return markdown_table([["", "minus", *self.transfer_settings], *rows])
 
@@ -281,7 +283,7 @@ class LossResults(ExperimentResults):
         lines = [["", f"tokens to a loss of {level:.2f}", "factor"]]
         factors = {
             row_name: np.exp(estimate_over_seeds((logs[row_name] - logs[baseline]).to_numpy()).interval().as_list())
-            for row_name, baseline in self.pairs
+            for row_name, baseline in self.compared_pairs
         }
         for row_name, label in self.labels.items():
             factor = "{:.3f} [{:.3f}, {:.3f}]".format(*factors[row_name]) if row_name in factors else "1"
@@ -387,7 +389,7 @@ class LossResults(ExperimentResults):
             axes.grid(axis="y", color="0.9", linewidth=0.6)
             axes.set_axisbelow(True)
             baseline = next(iter(self.labels.values()))
-            filled = f"; filled: better or worse than it by more than {self.matters:g}" if self.pairs else ""
+            filled = f"; filled: better or worse than it by more than {self.matters:g}" if self.compared_pairs else ""
             axes.set_xlabel(f"loss, nats (broken: {baseline}{filled})")
             figure.legend(loc="outside upper center", ncols=len(columns), frameon=False)
             return svg_bytes(figure)
@@ -398,7 +400,7 @@ class LossResults(ExperimentResults):
         """
         size = (
             2.2 + 1.9 * len(self.decisive_settings) if len(self.decisive_settings) > 1 else 6,
-            1.0 + 0.24 * len(self.pairs),
+            1.0 + 0.24 * len(self.compared_pairs),
         )
         with styled_figure(1, len(self.decisive_settings), size, sharey=True, sharex=True, squeeze=False) as (
             figure,
@@ -407,14 +409,16 @@ class LossResults(ExperimentResults):
             for axes, column in zip(panels[0], self.decisive_settings, strict=True):
                 axes.axvspan(-self.matters, self.matters, color="0.9", linewidth=0)
                 axes.axvline(0, color="0.3", linewidth=0.8)
-                for row, pair in enumerate(self.pairs):
+                for row, pair in enumerate(self.compared_pairs):
                     interval = self.verdicts[*pair, column].interval
                     axes.plot([interval.low, interval.high], [row, row], color=COLOURS[0], linewidth=2)
                     axes.plot(interval.mean, row, "o", color=COLOURS[0], markersize=5)
                 axes.set_title(column if " " in column else f"{column} tokens", fontsize=9)
-            panels[0, 0].set_yticks(range(len(self.pairs)), [self.labels[row_name] for row_name, _ in self.pairs])
-            panels[0, 0].set_ylim(len(self.pairs) - 0.5, -0.5)
-            baseline = self.labels[self.pairs[0][1]]
+            panels[0, 0].set_yticks(
+                range(len(self.compared_pairs)), [self.labels[row_name] for row_name, _ in self.compared_pairs]
+            )
+            panels[0, 0].set_ylim(len(self.compared_pairs) - 0.5, -0.5)
+            baseline = self.labels[self.compared_pairs[0][1]]
             figure.supxlabel(f"loss minus that of {baseline}, nats (grey: at most {self.matters:g})", fontsize=9)
             return svg_bytes(figure)
 

@@ -76,7 +76,7 @@ TEXT_SWAP_LABELS = {
 
 
 def baseline_pairs(baseline: str, row_names: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Return a pair (row, baseline) for each other row, as in `LossResults.pairs`."""
+    """Return a pair (row, baseline) for each other row, as in `LossResults.compared_pairs`."""
     return tuple((name, baseline) for name in row_names if name != baseline)
 
 

@@ -187,7 +187,7 @@ def _read_saved_parameters(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if f".{NORMALIZER_ATTRIBUTE}." in name:
             if tensors.shapes.get(name) != tuple(parameter.shape):
-                message_start = f"{tensors.path}: its configuration names {NORMALIZER_ATTRIBUTE}, and it"
+                message_start = f"{tensors.folder}: its configuration names {NORMALIZER_ATTRIBUTE}, and it"
                 raise ValueError(f"{message_start} has no tensor {name} of shape {tuple(parameter.shape)}")
             parameter.data.copy_(tensors.read(name))
 

@@ -42,14 +42,14 @@ class WeightFiles:
     lists.
 
     Attributes:
-        path: the folder, which errors name.
+        folder: the folder, which errors name.
         shapes: shape of each tensor, by its name in transformers.
 
     Raises RunError: the folder has no weights, or a shard is missing, truncated or damaged.
     """
 
     def __init__(self, folder: Path):
-        self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
+        self.folder, self.shapes = folder, dict[str, tuple[int, ...]]()
         # the file of each tensor, and the type and the name that it has there
         self._locations: dict[str, tuple[Path, str, str]] = {}
         for file in _weight_files(folder):
@@ -120,7 +120,7 @@ CONFIG_FILE = "config.json"
 class PretrainedModel:
     """This class holds a pretrained model's configuration and tokenizer; its weights are not read yet."""
 
-    path: Path  # the path of the model, which errors name
+    config_path: Path  # the path of its config.json, which errors name
     config: dict[str, Plain]  # fields as in a config.json
     weight_files: WeightFiles
     tokenizer: str | None  # content of a tokenizer.json; None: there is none
@@ -156,7 +156,7 @@ def import_model(
     """
     require_new_path(target)
     model = open_pretrained(source, revision, tokenizer)
-    fields = ConfigFields(model.config, model.path)
+    fields = ConfigFields(model.config, model.config_path)
     model_type = fields.read_value("model_type", str)
     if model_type not in ARCHITECTURES:
         reason = (
@@ -186,7 +186,7 @@ def import_model(
     try:
         spec = ModelSpec.from_plain(to_plain(spec))  # checks lm's bounds, and for contradictions
     except ConfigError as error:
-        raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
+        raise RunError(f"{model.config_path}: describes a model that can't be built: {one_line(error)}") from None
     parameters = _checked_parameters(architecture, spec, fields.path.name, model.weight_files)
     origin = {**model.origin, "architecture": model_type, "max_position_embeddings": positions}
     tokenizer_bytes = None if tokenizer_text is None else tokenizer_text.encode()
@@ -337,19 +337,23 @@ def _checked_parameters(
         if tensors.shapes[HEAD_TENSOR] == expected_shapes[HEAD_TENSOR] and not torch.equal(
             tensors.read(HEAD_TENSOR), tensors.read(parameters[0].tensors[0][0])
         ):
-            raise RunError(f"{tensors.path}: {HEAD_TENSOR} differs from the embedding, and tie_word_embeddings is true")
+            raise RunError(
+                f"{tensors.folder}: {HEAD_TENSOR} differs from the embedding, and tie_word_embeddings is true"
+            )
     for name, size in expected_shapes.items():
         if name not in tensors.shapes:
-            raise RunError(f"{tensors.path}: there is no tensor {name}, which {config_name} implies")
+            raise RunError(f"{tensors.folder}: there is no tensor {name}, which {config_name} implies")
         if tensors.shapes[name] != size:
-            raise RunError(f"{tensors.path}: {name} has shape {tensors.shapes[name]}, {config_name} implies {size}")
+            raise RunError(f"{tensors.folder}: {name} has shape {tensors.shapes[name]}, {config_name} implies {size}")
     unknown_names = [
         name
         for name in tensors.shapes
         if name not in expected_shapes and not name.endswith(architecture.buffer_suffixes or ("\n",))
     ]
     if unknown_names:
-        raise RunError(f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {config_name} describes")
+        raise RunError(
+            f"{tensors.folder}: {unknown_names[0]} is not a tensor of the model that {config_name} describes"
+        )
     return sorted(parameters, key=lambda parameter: parameter.name)
 
 
@@ -363,7 +367,7 @@ def _parameter_values(parameters: list[MappedParameter], tensors: WeightFiles) -
         for name, _ in parameter.tensors:
             pieces.append(tensors.read(name))
             if not pieces[-1].isfinite().all():
-                raise RunError(f"{tensors.path}: {name} holds numbers that are not finite")
+                raise RunError(f"{tensors.folder}: {name} holds numbers that are not finite")
         pieces = [piece.t() for piece in pieces] if parameter.is_transposed else pieces
         if parameter.n_interleaved_heads:
             pieces = [

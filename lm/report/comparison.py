@@ -166,15 +166,15 @@ class ArmComparison:
         units = self.unit_values[self.unit_values["sample"].notna() & ~self.unit_values["control"]]
         indices = units.groupby(["name", "arm"], sort=False).indices
         metric_indices = dict.fromkeys(index for section in self.sections for index in section["name"])
-        found = []
+        differences = []
         for arm, index in product(list(self.runs_by_arm)[1:] if self.baseline else (), metric_indices):
             sides = [units.iloc[indices.get((index, label), [])] for label in (arm, self.baseline)]
             places = [dict(zip(side["place"], side["order"], strict=True)) for side in sides]
             if order := places[0] | places[1]:
                 last = max(places[0].keys() & places[1].keys() or order, key=order.get)
                 at_last = [side[side["place"] == last] for side in sides]
-                found.append(self._arm_difference(arm, self.metric_names[index], at_last))
-        return found
+                differences.append(self._arm_difference(arm, self.metric_names[index], at_last))
+        return differences
 
     def paired_differences(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of the other arms with the difference to the baseline as `value`. A unit is paired with the
@@ -267,7 +267,7 @@ class ArmComparison:
         texts = pd.Series(
             map(recorded_value_text, run_values), [label for label, runs in self.runs_by_arm.items() for _ in runs]
         )
-        by_arm = texts.groupby(level=0, sort=False).agg(lambda of_arm: ", ".join(of_arm.unique()))
+        by_arm = texts.groupby(level=0, sort=False).agg(lambda arm_texts: ", ".join(arm_texts.unique()))
         if by_arm.nunique() == 1:
             return agreement, by_arm.iloc[0]
         return agreement, "; ".join(f"{arm}: {text}" for arm, text in by_arm.items())
@@ -294,12 +294,16 @@ def drop_selection_rows(rows: pd.DataFrame) -> pd.DataFrame:
     has_reports = reports.groupby(
         [rows[name] for name in (*CURVE_COLUMNS, "x")], observed=True, dropna=False
     ).transform("any")
-    lost = (is_text & ~has_reports).groupby([rows[name] for name in CURVE_COLUMNS], observed=True).transform("any")
-    means = grouped_mean(rows[lost], [*CURVE_COLUMNS, "x"], rows["weight"][lost]).assign(sample=np.nan)
-    is_named = is_text & ~lost
-    named = {name: rows[name].where(~is_named, rows[name] + f" {REPORTING_SUFFIX}") for name in ("metric", "quantity")}
-    kept = rows.assign(**named)[~lost & (rows["part"] != "selects")]
-    return pd.concat([kept, means], ignore_index=True) if len(means) else kept
+    keeps_mean = (
+        (is_text & ~has_reports).groupby([rows[name] for name in CURVE_COLUMNS], observed=True).transform("any")
+    )
+    means = grouped_mean(rows[keeps_mean], [*CURVE_COLUMNS, "x"], rows["weight"][keeps_mean]).assign(sample=np.nan)
+    is_named = is_text & ~keeps_mean
+    new_names = {
+        name: rows[name].where(~is_named, rows[name] + f" {REPORTING_SUFFIX}") for name in ("metric", "quantity")
+    }
+    kept_rows = rows.assign(**new_names)[~keeps_mean & (rows["part"] != "selects")]
+    return pd.concat([kept_rows, means], ignore_index=True) if len(means) else kept_rows
 
 
 def merge_bins_into_ranges(rows: pd.DataFrame) -> pd.DataFrame:
@@ -458,7 +462,7 @@ def _config_diff(runs_by_arm: Mapping[object, list[RunRecord]]) -> dict[str, tup
         for key in keys
     }
     off = {"null": _MISSING_VALUE}
-    return {key: of_arms for key, of_arms in texts.items() if len({off.get(text, text) for text in of_arms}) > 1}
+    return {key: arm_texts for key, arm_texts in texts.items() if len({off.get(text, text) for text in arm_texts}) > 1}
 
 
 def _keys_besides_normalizer(config_diff: Iterable[str]) -> list[str]:

@@ -128,7 +128,7 @@ def curves_picture(
             if len({trace.x.tobytes() for trace in finished}) == 1:
                 label, y = (
                     f"{arm}, mean of {seed_count_text(len(finished))}",
-                    np.mean([of.y for of in finished], axis=0),
+                    np.mean([trace.y for trace in finished], axis=0),
                 )
                 means.append(Trace(arm_labels.index(arm), label, finished[0].x, y, "mean"))
         ends = [
@@ -181,10 +181,10 @@ def _curve_traces(comparison: ArmComparison, shows_differences: bool) -> dict[in
     rows = rows.assign(until=rows["until"].fillna(rows["x"]))  # a point is a bin without width
     indices, units = rows.groupby(["name", "arm", "x", "until"], sort=False).indices, rows[INTERVAL_COLUMNS]
     traces: dict[int, list[Trace]] = {}
-    for (name, arm), of_arm in point_means(rows).groupby(["name", "arm"], sort=False):
-        table = of_arm.pivot(index=["x", "until"], columns="run", values="value")  # (points, runs)
+    for (name, arm), arm_rows in point_means(rows).groupby(["name", "arm"], sort=False):
+        table = arm_rows.pivot(index=["x", "until"], columns="run", values="value")  # (points, runs)
         starts, ends = (table.index.get_level_values(level).to_numpy() for level in ("x", "until"))
-        is_shared = of_arm.groupby(["x", "until"]).size().to_numpy() == table.shape[1]
+        is_shared = arm_rows.groupby(["x", "until"]).size().to_numpy() == table.shape[1]
         is_drawn = (starts == ends) | (starts >= min(FIRST_DRAWN_POSITION, starts.max()))
         table, x = table[is_shared & is_drawn], np.sqrt(starts * ends)[is_shared & is_drawn]
         if table.empty:
@@ -203,8 +203,11 @@ def _curve_traces(comparison: ArmComparison, shows_differences: bool) -> dict[in
         bounds, label = (None, None, ""), f"{arm}, mean of {seed_count_text(len(table.columns))}"
         if any(intervals):
             pairs = zip(intervals, averages, strict=True)
-            ends = [(of.low, of.high) if of and of.is_bounded else (average, average) for of, average in pairs]
-            noise_source = next(of.noise_source for of in intervals if of and of.noise_source)
+            ends = [
+                (interval.low, interval.high) if interval and interval.is_bounded else (average, average)
+                for interval, average in pairs
+            ]
+            noise_source = next(interval.noise_source for interval in intervals if interval and interval.noise_source)
             bounds = *np.array(ends).T, noise_source
         traces[name].append(Trace(arm_index, label, x, averages, "mean", *bounds))
     return traces
@@ -242,7 +245,7 @@ def _section_picture(
     `metric_names`."""
     title, axis_kind, metric = section[["title", "axis_kind", "about"]].iloc[0]
     metrics, panels = section["about"].unique(), []
-    if axis_kind == "number" or (section["place"].nunique() < 2 and not any(of.references for of in metrics)):
+    if axis_kind == "number" or (section["place"].nunique() < 2 and not any(metric.references for metric in metrics)):
         return None
     sentences = [f"{metric.caption[:1].upper()}{metric.caption[1:]}."]
     if max(map(len, comparison.runs_by_arm.values())) > 1:
@@ -255,7 +258,7 @@ def _section_picture(
     }
     level = None if metric.better == "higher" else comparison.reference_level(metric.unit)
     x_label = with_unit(metric.axis.name, metric.axis.unit)
-    for index, of_name in section.groupby("name", sort=False):
+    for index, metric_rows in section.groupby("name", sort=False):
         name = comparison.metric_names[index]
         values, differences = (traces.get(index, []) for traces in traces_of_both)
         panel_title, y_range, note = f"{title}: {', '.join((name.quantity, *name.task_and_setting))}", (-0.03, 1.03), ""
@@ -267,7 +270,9 @@ def _section_picture(
             sources = dict.fromkeys(trace.noise_source for trace in traces if trace.noise_source)
             sentences += [f"{kind}: 95% intervals over {source}, each alone." for source in sources]
         horizontal_line_labels = {
-            level: f"{label} {level:.3g}" for of in of_name["about"].unique() for label, level in of.references
+            level: f"{label} {level:.3g}"
+            for row_metric in metric_rows["about"].unique()
+            for label, level in row_metric.references
         }
         y_label = with_unit(name.quantity, metric.unit)
         panels.append(
@@ -301,7 +306,7 @@ def task_heat_maps(comparison: ArmComparison) -> list[Picture]:
         n_tasks = group.groupby("arm")["task"].nunique().max()
         if n_tasks > MAX_TASKS_WITHOUT_MAP:
             caption = f"{kind}: {', '.join(filter(None, (quantity, setting)))}. Mean over the seeds of an arm."
-            maps = [_arm_heat_map(arm, of_arm) for arm, of_arm in group.groupby("arm", sort=False)]
+            maps = [_arm_heat_map(arm, arm_rows) for arm, arm_rows in group.groupby("arm", sort=False)]
             size = 12.8 / min(3, len(maps)), max(1.2 + 0.36 * n_tasks, 2.2)
             pictures.append(Picture(maps, comparison.arm_labels, caption, n_columns=3, panel_size=size))
     return pictures

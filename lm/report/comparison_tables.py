@@ -83,7 +83,7 @@ def _section_table(comparison: ArmComparison, section: pd.DataFrame) -> Table:
             columns.append(_mean_column(heading, metric, cells))
         if axis_kind == "number":
             unit = _short_unit(metric.unit)
-            if has_units and any(len(of_arm) > 1 for of_arm in comparison.runs_by_arm.values()):
+            if has_units and any(len(arm_runs) > 1 for arm_runs in comparison.runs_by_arm.values()):
                 spreads = [number_text(cell and cell.seed_std) for cell in cells]
                 columns.append((Column("sd over seeds", unit), spreads))
             for level in dict(metric.references):
@@ -133,7 +133,11 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
     differ_in_seeds = (seeds.groupby("name").nunique() > 1).any()
     lines += [DIFFERENT_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
     missing = pd.DataFrame(
-        [(of.no_interval_reason, of.description, of.arm) for of in comparison.differences if of.no_interval_reason],
+        [
+            (difference.no_interval_reason, difference.description, difference.arm)
+            for difference in comparison.differences
+            if difference.no_interval_reason
+        ],
         columns=["reason", "description", "arms"],
     )
     # arms by reason and description, then descriptions by reason and arms
@@ -204,12 +208,12 @@ def run_properties(comparison: ArmComparison) -> list[RunProperty]:
     """Return the settings of all runs, and how the runs were measured; first the properties in which the runs of a fair
     comparison agree."""
     runs, arms = comparison.runs, comparison.runs_by_arm
-    by_run = [_fairness_conditions(run) for run in runs]
+    conditions_by_run = [_fairness_conditions(run) for run in runs]
     properties = {
-        name: RunProperty(name, *comparison.agreement_and_text([of_run[name] for of_run in by_run]))
-        for name in by_run[0]
+        name: RunProperty(name, *comparison.agreement_and_text([conditions[name] for conditions in conditions_by_run]))
+        for name in conditions_by_run[0]
     }
-    seed_lists = {tuple(run.seeds for run in of_arm) for of_arm in arms.values()}
+    seed_lists = {tuple(run.seeds for run in arm_runs) for arm_runs in arms.values()}
     properties["seeds"] = replace(properties["seeds"], runs_agree=len(seed_lists) == 1)
     # equal commits need not be equal code
     if properties["code"].runs_agree and "uncommitted" in properties["code"].value:
@@ -220,13 +224,18 @@ def run_properties(comparison: ArmComparison) -> list[RunProperty]:
         values[section["about"].iloc[0].measured_on] = [amounts.get(number) for number in range(len(runs))]
     values["torch.compile"] = [run.recorded_setting("compile") for run in runs]
     versions = [run.environment.get("versions") or {} for run in runs]
-    values["versions"] = [", ".join(f"{name} {of[name]}" for name in of) or None for of in versions]
+    values["versions"] = [
+        ", ".join(f"{name} {version}" for name, version in run_versions.items()) or None for run_versions in versions
+    ]
     return [
         *properties.values(),
-        *(RunProperty(f"normalizer: {arm}", None, _normalizer_text(of_arm[0]), False) for arm, of_arm in arms.items()),
         *(
-            RunProperty(name, *comparison.agreement_and_text(of_runs), must_agree=False)
-            for name, of_runs in values.items()
+            RunProperty(f"normalizer: {arm}", None, _normalizer_text(arm_runs[0]), False)
+            for arm, arm_runs in arms.items()
+        ),
+        *(
+            RunProperty(name, *comparison.agreement_and_text(run_values), must_agree=False)
+            for name, run_values in values.items()
         ),
     ]
 

@@ -94,24 +94,24 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
     folders = {result.folder for result in results}
     several_runs, has_equal_names = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)
     for kind in dict.fromkeys(result.evaluation.kind for result in results):
-        of_kind = [result for result in results if result.evaluation.kind == kind]
-        names = [result.folder if has_equal_names else result.folder.resolve().name for result in of_kind]
-        models = [f"{name}, {result.evaluation.step}" for name, result in zip(names, of_kind, strict=True)]
-        title = kind if several_runs else f"{kind}, {names[0]}, step {of_kind[0].evaluation.step}"
-        title += " (cached)" if all(result.is_cached for result in of_kind) else ""
+        kind_results = [result for result in results if result.evaluation.kind == kind]
+        names = [result.folder if has_equal_names else result.folder.resolve().name for result in kind_results]
+        models = [f"{name}, {result.evaluation.step}" for name, result in zip(names, kind_results, strict=True)]
+        title = kind if several_runs else f"{kind}, {names[0]}, step {kind_results[0].evaluation.step}"
+        title += " (cached)" if all(result.is_cached for result in kind_results) else ""
         rows = pd.DataFrame(
             [
                 {RUN_HEADING: model * several_runs} | row
-                for model, result in zip(models, of_kind, strict=True)
+                for model, result in zip(models, kind_results, strict=True)
                 for row in result.rows
             ]
         )
-        shown = _printed_rows(rows)
-        if len(shown):
-            print_tables(_result_table(title, shown))
+        shown_rows = _printed_rows(rows)
+        if len(shown_rows):
+            print_tables(_result_table(title, shown_rows))
         if len(logged := rows["metric"][rows["metric"] != rows["quantity"]].unique()):
             print(abbreviate(f"in metrics.jsonl: {', '.join(logged)}"))
-        if omitted_count := len(rows) - len(shown):
+        if omitted_count := len(rows) - len(shown_rows):
             destination = output or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
     if any((result.evaluation.frame["part"] != "").any() for result in results):

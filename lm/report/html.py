@@ -172,7 +172,10 @@ def training_summary(runs: Sequence[RunRecord]) -> str:
 def introduction(runs: Sequence[Sequence[RunRecord]]) -> list[str]:
     """Say what the runs of each model size trained and, of runs on text, what report text and selection text are."""
     has_text = any(
-        (evaluation.frame["part"] != "").any() for of_size in runs for run in of_size for evaluation in run.evaluations
+        (evaluation.frame["part"] != "").any()
+        for size_runs in runs
+        for run in size_runs
+        for evaluation in run.evaluations
     )
     return [*filter(None, map(training_summary, runs)), *[SELECTION_TEXT_NOTE] * has_text]
 
@@ -205,22 +208,22 @@ def run_sections(
     if comparison is None:
         return sections
     headings = ("Measured at the end", "Cost", "What differs, and what does not")
-    measured, cost, shared = (PageSection(f"{heading}{suffix}") for heading in headings)
+    measured_section, cost_section, shared_section = (PageSection(f"{heading}{suffix}") for heading in headings)
     tables, pictures = comparison_tables(comparison), section_pictures(comparison)
     for number, (table, picture) in enumerate(zip(tables, pictures, strict=False), 1):
-        measured.add("picture", picture, f"{prefix}measured-{number}-picture")
-        measured.add("table", table, f"{prefix}measured-{number}")
+        measured_section.add("picture", picture, f"{prefix}measured-{number}-picture")
+        measured_section.add("table", table, f"{prefix}measured-{number}")
     for number, picture in enumerate(task_heat_maps(comparison), 1):
-        measured.add("picture", picture, f"{prefix}map-{number}")
+        measured_section.add("picture", picture, f"{prefix}map-{number}")
     for table in tables[len(pictures) :]:
-        measured.add("table", table, f"{prefix}measured-differences")
-    measured.add("list", comparison.divergence_notes)
-    cost.add("table", cost_table(comparison.runs_by_arm, f"What a run took{suffix}"), f"{prefix}cost")
-    cost.add("note", COST_NOTE)
+        measured_section.add("table", table, f"{prefix}measured-differences")
+    measured_section.add("list", comparison.divergence_notes)
+    cost_section.add("table", cost_table(comparison.runs_by_arm, f"What a run took{suffix}"), f"{prefix}cost")
+    cost_section.add("note", COST_NOTE)
     if comparison.config_diff:
-        shared.add("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
-    shared.add("table", properties_table(comparison), f"{prefix}environment")
-    return [*sections, measured, cost, shared]
+        shared_section.add("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
+    shared_section.add("table", properties_table(comparison), f"{prefix}environment")
+    return [*sections, measured_section, cost_section, shared_section]
 
 
 def run_details(run: DrawnRun) -> tuple[str, str]:
