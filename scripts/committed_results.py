@@ -109,7 +109,7 @@ def rate_text(rate: float) -> str:
 
 
 def trend_table(
-    values_by_part: Mapping[str, Mapping[float, np.ndarray]],
+    values_by_training_part: Mapping[str, Mapping[float, np.ndarray]],
     matters: float,
     higher_is_better: bool,
     format_values: Callable[[np.ndarray], str],
@@ -121,21 +121,24 @@ def trend_table(
     together.
 
     Args:
-        values_by_part: values (seeds,) by part of training (0 to 1), by the name of the trend.
+        values_by_training_part: values (seeds,) by part of training (0 to 1), by the name of the trend.
         matters: smallest change of interest.
         higher_is_better: whether values are accuracies.
         format_values: function from the values of a part's runs to their words.
         display_scale: factor and decimal places of `verdict_text`.
     """
-    parts = sorted({part for values in values_by_part.values() for part in values})
+    parts = sorted({part for values in values_by_training_part.values() for part in values})
     lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
     changes = {}
-    for name, values in values_by_part.items():
+    for name, values in values_by_training_part.items():
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
         bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher_is_better else None
         changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher_is_better, bounds=bounds)
     for name, verdict in judge_comparisons(changes, matters).items():
-        cells = [format_values(values_by_part[name][part]) if part in values_by_part[name] else "" for part in parts]
+        cells = [
+            format_values(values_by_training_part[name][part]) if part in values_by_training_part[name] else ""
+            for part in parts
+        ]
         lines.append([name, *cells, verdict_text(verdict, *display_scale)])
     return markdown_table(lines)
 

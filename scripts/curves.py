@@ -32,7 +32,7 @@ TOLERANCE = 2e-3  # relative
 TOLERANCE_FACTORS = {"bf16": 15}
 
 SYMBOL_OPTIONS = ["data.seq_len=64", "eval.recall.length_factors=[]"]
-CASES = {
+TRAINING_CASES = {
     "softmax": [],
     "ssmax with bias, no positions, QK-norm": ["model.normalizer={name: ssmax, bias: true}", "model.position=none",
         "model.qk_norm=true"],
@@ -99,8 +99,8 @@ def train_curves(
     common += ["trainer.max_steps=20", "eval.every=10", "eval.long_context.length_factor=0", "log.every=1"]
 
     def train(case: str) -> dict[str, list[float]]:
-        name = f"case-{list(CASES).index(case)}"
-        options = [option.replace("CORPUS", f"{folder}/corpus") for option in CASES[case]]
+        name = f"case-{list(TRAINING_CASES).index(case)}"
+        options = [option.replace("CORPUS", f"{folder}/corpus") for option in TRAINING_CASES[case]]
         train_run([*common, *options, f"name={name}"])
         lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         values_of = {number: [line[number] for line in lines if number in line] for number in METRIC_NAMES}
@@ -112,7 +112,7 @@ def train_curves(
         return dict(zip(names, pool.map(train, names), strict=True))
 
 
-def differences(curves_a: Curves, curves_b: Curves, tolerance: float) -> list[str]:
+def describe_differences(curves_a: Curves, curves_b: Curves, tolerance: float) -> list[str]:
     """Return a line for each metric of a case that differs by more than a relative tolerance; 0 means that any
     difference counts.
     """
@@ -139,12 +139,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        new_curves = train_curves(list(CASES), Path(folder), arguments.jobs)
+        new_curves = train_curves(list(TRAINING_CASES), Path(folder), arguments.jobs)
     if arguments.write:
         PINNED_FILE.write_text(json.dumps(new_curves, indent=1) + "\n")
         return 0
-    lines = differences(new_curves, json.loads(PINNED_FILE.read_text()), TOLERANCE)
-    print("\n".join(lines) or f"{len(CASES)} curves: equal")
+    lines = describe_differences(new_curves, json.loads(PINNED_FILE.read_text()), TOLERANCE)
+    print("\n".join(lines) or f"{len(TRAINING_CASES)} curves: equal")
     return bool(lines)
 
 

@@ -257,14 +257,14 @@ class LossResults(ExperimentResults):
 
     def trend_table(self) -> str:
         """Return a Markdown table of the losses in the decisive settings by part of training, and of their change."""
-        values_by_part = {
+        values_by_training_part = {
             f"{name}, {column}": {
                 part: next(iter(self.values_by_rate(arm, column).values())) for arm, part in arms.items()
             }
             for name, arms in self.trend_arms.items()
             for column in self.decisive_settings
         }
-        return trend_table(values_by_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
+        return trend_table(values_by_training_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
     def token_table(self) -> str:
         """Return a Markdown table of the training tokens that each row's arm took to the highest final loss of any run.

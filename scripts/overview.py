@@ -34,17 +34,17 @@ class Overview:
     """The overview makes the table and the picture of all arms of an experiment on text, with recall of the same arms.
 
     Attributes:
-        short_losses: losses at the training length, whose verdicts are one family.
-        long_losses: losses beyond the training length.
-        recall: accuracies of the same arms.
-        long_setting: the setting of `long_losses` that is shown.
+        short_loss_results: losses at the training length, whose verdicts are one family.
+        long_loss_results: losses beyond the training length.
+        recall_results: accuracies of the same arms.
+        long_setting: the setting of `long_loss_results` that is shown.
         docs_page: page of docs/ that holds the table.
         table_name: name that marks the table in the page, and that the picture's file has in docs/.
     """
 
-    short_losses: LossResults
-    long_losses: LossResults
-    recall: RecallResults
+    short_loss_results: LossResults
+    long_loss_results: LossResults
+    recall_results: RecallResults
     long_setting: str
     docs_page: str
     table_name: str = "overview-arms"
@@ -52,26 +52,26 @@ class Overview:
     @cached_property
     def baseline(self) -> str:
         """Return the arm that all others are compared with."""
-        return self.recall.baseline
+        return self.recall_results.baseline
 
     @cached_property
     def headings(self) -> list[str]:
         """Return the headings of the four numbers."""
-        length = self.long_losses.columns[self.long_setting][-1]
+        length = self.long_loss_results.columns[self.long_setting][-1]
         return [
-            f"loss at {self.long_losses.train_length:,} tokens",
+            f"loss at {self.long_loss_results.train_length:,} tokens",
             f"loss at {length:,} tokens",
-            f"recall at {self.recall.decisive_lengths[0]:,}",
+            f"recall at {self.recall_results.decisive_lengths[0]:,}",
             "step time",
         ]
 
     def verdicts(self, arm: str) -> list[Verdict]:
         """Return three verdicts on an arm: loss at the training length, loss beyond it, and recall."""
-        rate, length = self.recall.rates(arm)[0], self.recall.decisive_lengths[0]
+        rate, length = self.recall_results.rates(arm)[0], self.recall_results.decisive_lengths[0]
         return [
-            self.short_losses.verdicts[arm, self.baseline, self.short_losses.decisive_settings[0]],
-            self.long_losses.verdicts[arm, self.baseline, self.long_setting],
-            self.recall.verdicts[arm, rate, length],
+            self.short_loss_results.verdicts[arm, self.baseline, self.short_loss_results.decisive_settings[0]],
+            self.long_loss_results.verdicts[arm, self.baseline, self.long_setting],
+            self.recall_results.verdicts[arm, rate, length],
         ]
 
     def number_cells(self, arm: str) -> list[str]:
@@ -79,19 +79,23 @@ class Overview:
         losses = [
             next(iter(results.values_by_rate(arm, column).values())).mean()
             for results, column in (
-                (self.short_losses, self.short_losses.decisive_settings[0]),
-                (self.long_losses, self.long_setting),
+                (self.short_loss_results, self.short_loss_results.decisive_settings[0]),
+                (self.long_loss_results, self.long_setting),
             )
         ]
-        recall = self.recall.accuracies[arm, self.recall.rates(arm)[0], self.recall.decisive_lengths[0]].mean()
-        ratio = "1" if arm == self.baseline else next(iter(self.long_losses.costs.values()))[arm].partition(" ")[0]
+        recall = self.recall_results.accuracies[
+            arm, self.recall_results.rates(arm)[0], self.recall_results.decisive_lengths[0]
+        ].mean()
+        ratio = (
+            "1" if arm == self.baseline else next(iter(self.long_loss_results.costs.values()))[arm].partition(" ")[0]
+        )
         return [*(f"{loss:.3f}" for loss in losses), f"{100 * recall:.0f} %", f"x {ratio}"]
 
     @cached_property
     def arms_by_tier(self) -> Mapping[str, list[str]]:
         """Return the arms of each tier, sorted by their loss beyond the training length."""
         tiers: dict[str, list[str]] = {title: [] for title in TIER_TITLES}
-        for arm in self.long_losses.row_names:
+        for arm in self.long_loss_results.row_names:
             if arm != self.baseline:
                 kinds = {verdict.kind for verdict in self.verdicts(arm)}
                 better, worse = "better" in kinds, "worse" in kinds
@@ -104,19 +108,19 @@ class Overview:
         """
         lines = [
             ["", *self.headings, "tier"],
-            [self.long_losses.labels[self.baseline], *self.number_cells(self.baseline), "baseline"],
+            [self.long_loss_results.labels[self.baseline], *self.number_cells(self.baseline), "baseline"],
         ]
         for tier, arms in self.arms_by_tier.items():
             for arm in arms:
                 words = [verdict.kind if verdict.kind in ("better", "worse") else "" for verdict in self.verdicts(arm)]
                 *judged, time = self.number_cells(arm)
                 judged = [f"{cell} *{word}*" if word else cell for cell, word in zip(judged, words, strict=True)]
-                lines.append([self.long_losses.labels[arm], *judged, time, tier])
+                lines.append([self.long_loss_results.labels[arm], *judged, time, tier])
         return {self.table_name: markdown_table(lines)}
 
     def draw_picture(self) -> bytes:
         """Return the picture: a row for each arm, by tiers. The colour of a number shows its verdict."""
-        n_rows = 3 + len(self.long_losses.row_names) + 1.4 * sum(map(bool, self.arms_by_tier.values()))
+        n_rows = 3 + len(self.long_loss_results.row_names) + 1.4 * sum(map(bool, self.arms_by_tier.values()))
         with styled_figure(1, 1, (5.2, 0.215 * n_rows + 0.5)) as (figure, axes):  # legible on a telephone, too
             axes.set_xlim(-2.3, len(self.headings))
             axes.set_ylim(n_rows, 0)
@@ -157,7 +161,7 @@ class Overview:
 
     def _draw_row(self, axes: Axes, row: float, arm: str, verdicts: Mapping[int, Verdict]) -> float:
         """Draw an arm's row at the height `row`, and return the height of the next row."""
-        axes.text(-2.2, row + 0.5, self.long_losses.labels[arm], va="center")
+        axes.text(-2.2, row + 0.5, self.long_loss_results.labels[arm], va="center")
         for number, cell in enumerate(self.number_cells(arm)):
             if fill := VERDICT_COLOURS.get(verdicts[number].kind) if number in verdicts else None:
                 axes.add_patch(Rectangle((number + 0.08, row + 0.06), 0.84, 0.88, color=fill, alpha=0.55, linewidth=0))

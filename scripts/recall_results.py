@@ -173,7 +173,7 @@ class RecallResults(ExperimentResults):
         """
         rate_or_size = self.rates(arm)[0] if rate_or_size is None else rate_or_size
         by_length = np.array([self.accuracies[arm, rate_or_size, length] for length in self.lengths])
-        observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
+        observed = [first_length_below_half(self.lengths, accuracy) for accuracy in by_length.T]
         n_fallen, median = int(np.isfinite(observed).sum()), float(np.median(observed))
         if median <= self.lengths[0]:
             return "not learned"
@@ -184,13 +184,13 @@ class RecallResults(ExperimentResults):
         """Return a Markdown table of the accuracy at the first decisive length by part of training, and of
         its change.
         """
-        values_by_part = {
+        values_by_training_part = {
             name: {
                 part: self.accuracies[arm, self.rates(arm)[0], self.decisive_lengths[0]] for arm, part in arms.items()
             }
             for name, arms in self.trend_arms.items()
         }
-        return trend_table(values_by_part, self.matters, True, _mean_and_range)
+        return trend_table(values_by_training_part, self.matters, True, _mean_and_range)
 
     def _row_cells(self, arm: str, rate: float) -> list[str]:
         """Return the accuracies and the verdicts of an arm at a rate, as text."""
@@ -257,7 +257,7 @@ class RecallResults(ExperimentResults):
             return svg_bytes(figure)
 
 
-def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
+def first_length_below_half(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
     """Return the length at which accuracy first falls below 1/2, interpolated in the length's logarithm; else
     infinity.
     """

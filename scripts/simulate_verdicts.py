@@ -103,7 +103,7 @@ class World:
         """Return a random experiment: its final runs, the question asked of them, and the arms' true differences to the
         baseline.
         """
-        runs_by_size = {str(size): _simulate_size(self, random) for size in range(self.n_model_sizes)}
+        runs_by_size = {str(size): _simulate_model_size(self, random) for size in range(self.n_model_sizes)}
         frames = {size: pd.concat(blocks) for size, (blocks, *_) in runs_by_size.items()}
         frame = pd.concat(frames, names=["size"]).reset_index("size")
         rates = {size: rates for size, (_, rates, _) in runs_by_size.items()}
@@ -112,7 +112,7 @@ class World:
         return frame, Question(primary, tuple(self.arms), tuple(range(self.n_seeds)), rates), truths
 
 
-def _simulate_size(
+def _simulate_model_size(
     world: World, random: np.random.Generator
 ) -> tuple[list[pd.DataFrame], dict[str, Rate], dict[str, tuple]]:
     """Return the final runs of one model size, the rate at which each arm is judged, and the arms' true differences.

@@ -29,7 +29,7 @@ from lm.experiments.judging import INTERVAL_KEYS
 from lm.experiments.page import REPORT, VERDICTS
 from lm.experiments.run_table import BetterDirection, judge_table
 from lm.machine import start_child
-from lm.report.frame import evaluation_block, frame, results, run_columns
+from lm.report.frame import concatenate_blocks, evaluation_block, results, run_columns
 from lm.report.html import PAGE_FILE
 from lm.report.tables import csv_text
 from lm.runs.folder import CONFIG_FILE
@@ -111,7 +111,9 @@ def evaluate(*arguments: ConfigArgument, checkpoint: str | int = "last", verbose
     folders, overrides = paths_and_overrides(_command_arguments(arguments), "no run folder given, e.g. runs/softmax")
     with _silence_unless(verbose):
         records = evaluate_runs(folders, str(checkpoint), overrides)
-    return frame(evaluation_block(record.evaluation, _descriptive_columns(record.folder)) for record in records)
+    return concatenate_blocks(
+        evaluation_block(record.evaluation, _descriptive_columns(record.folder)) for record in records
+    )
 
 
 def compare(

@@ -134,20 +134,20 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
     in `folder`. Raises LMError: run folders can't be read."""
     experiment, entries, metric = procedure.experiment, judgement.summary_rows(), procedure.experiment.metric
     summary = PageSection("Summary")
-    summary.add("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
-    summary.add("note", _adjustment_text(experiment))
-    summary.add("note", (noise := experiment_noise_text(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
+    summary.add_block("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
+    summary.add_block("note", _adjustment_text(experiment))
+    summary.add_block("note", (noise := experiment_noise_text(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
     failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failed_runs(procedure)]
-    summary.add("warning", failed + procedure.notes())
-    summary.add("table", summary_table(judgement, entries), "summary")
-    summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
-    summary.add("picture", differences_picture(experiment, judgement), "differences")
+    summary.add_block("warning", failed + procedure.notes())
+    summary.add_block("table", summary_table(judgement, entries), "summary")
+    summary.add_block("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
+    summary.add_block("picture", differences_picture(experiment, judgement), "differences")
     if size_trends := trends_over_sizes(procedure, judgement):
-        summary.add("table", trend_table(size_trends, experiment.arms[0].name), "trends")
+        summary.add_block("table", trend_table(size_trends, experiment.arms[0].name), "trends")
     for size in experiment.sizes:
-        summary.add("table", seeds_table(judgement, size), f"{_size_prefix(size)}seeds")
+        summary.add_block("table", seeds_table(judgement, size), f"{_size_prefix(size)}seeds")
     sections, commands, records = [summary], PageSection("Commands"), []
-    commands.add("code", experiment.command)
+    commands.add_block("code", experiment.command)
     for size in experiment.sizes:
         runs = [
             DrawnRun(run.arm, run.seed, run.outcome.state, run.outcome.record, f"{run.label} ({run.outcome.state})")
@@ -157,7 +157,7 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
         sections += _size_sections(procedure, size, runs)
         records.append([run.record for run in runs])
         for run in runs:
-            commands.add("details", run_details(run))
+            commands.add_block("details", run_details(run))
     margin_note = (
         "Dots and bars: effects with their intervals, which hold together. Shaded: differences below "
         f"{experiment.primary.matters:g}, which do not matter."
@@ -178,8 +178,8 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
     name = experiment.primary.metric
     titles = LOSS_TITLES if name == SELECTION_METRIC else LOSS_TITLES | {name: (name, _quantity_label(experiment))}
     tuning = PageSection(f"Learning rates{_size_suffix(size)}")
-    tuning.add("picture", rates_picture(procedure, size), f"{_size_prefix(size)}rates")
-    tuning.add("note", CROSSED_RATES_NOTE if procedure.rate_choice(size).crossed_rates else None)
+    tuning.add_block("picture", rates_picture(procedure, size), f"{_size_prefix(size)}rates")
+    tuning.add_block("note", CROSSED_RATES_NOTE if procedure.rate_choice(size).crossed_rates else None)
     return run_sections(names, runs, comparison, size, titles, tuning, _is_uncompared_key)
 
 

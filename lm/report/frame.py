@@ -16,7 +16,7 @@ from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, SWAPPED_FOLDER
 from lm.runs.record import RunRecord, read_run
 
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
-MEASURED_COLUMNS = (
+MEASUREMENT_COLUMNS = (
     "step",
     "tokens",
     "kind",
@@ -33,11 +33,11 @@ MEASURED_COLUMNS = (
     "sample",
     "group",
 )
-COLUMNS = (*RUN_COLUMNS, *MEASURED_COLUMNS, "part", "weight", "value")
+FRAME_COLUMNS = (*RUN_COLUMNS, *MEASUREMENT_COLUMNS, "part", "weight", "value")
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
-    """Return the numbers that runs have measured, as a data frame with one row per number (`COLUMNS`).
+    """Return the numbers that runs have measured, as a data frame with one row per number (`FRAME_COLUMNS`).
 
     A mean is the average of `value` over the rows of a `part`, weighted by `weight`; over bins it is weighted by `until
     - x`, too.
@@ -75,13 +75,14 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     if not folders:
         raise RunError("no run folder given, e.g. runs/softmax")
     runs = [run for folder in folders for run in _run_folders(expand_home(folder))]
-    return frame([block for run in dict.fromkeys(runs) for block in _run_blocks(read_run(run), history)])
+    return concatenate_blocks([block for run in dict.fromkeys(runs) for block in _run_blocks(read_run(run), history)])
 
 
-def frame(blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """Join blocks of rows into a data frame with `COLUMNS`; missing where a block lacks a column."""
-    blocks = [block for block in blocks if len(block)]
-    return (pd.concat(blocks, ignore_index=True) if blocks else pd.DataFrame()).reindex(columns=COLUMNS).infer_objects()
+def concatenate_blocks(row_blocks: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Join blocks of rows into a data frame with `FRAME_COLUMNS`; missing where a block lacks a column."""
+    row_blocks = [block for block in row_blocks if len(block)]
+    frame = pd.concat(row_blocks, ignore_index=True) if row_blocks else pd.DataFrame()
+    return frame.reindex(columns=FRAME_COLUMNS).infer_objects()
 
 
 def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.DataFrame:
@@ -94,7 +95,7 @@ def evaluation_block(evaluation: Evaluation, run_values: dict[str, Any]) -> pd.D
     columns["part"] = rows["part"].mask((rows["part"] == "") & has_unit, "reports")
     # a number of which only the mean is stored has neither sequences nor a weight
     columns |= {name: rows[name].where(has_unit) for name in ("sequences", "weight")}
-    return rows.assign(**columns).reindex(columns=COLUMNS)
+    return rows.assign(**columns).reindex(columns=FRAME_COLUMNS)
 
 
 def _run_folders(folder: Path) -> list[Path]:

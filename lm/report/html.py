@@ -72,7 +72,7 @@ class PageSection:
     title: str
     blocks: list[PageBlock] = field(default_factory=list)
 
-    def add(
+    def add_block(
         self, kind: BlockKind, content: str | list[str] | Table | Picture | tuple[str, str] | None, name: str = ""
     ) -> None:
         """Append a block, if there is content."""
@@ -202,8 +202,8 @@ def run_sections(
     """
     prefix, suffix = (f"{model_size}-", f", {model_size}") if model_size else ("", "")
     training = PageSection(f"While training{suffix}")
-    training.add("picture", curves_picture(arm_labels, runs, metric_titles, comparison), f"{prefix}curves")
-    training.add("picture", parameter_picture(arm_labels, runs), f"{prefix}normalizer-parameters")
+    training.add_block("picture", curves_picture(arm_labels, runs, metric_titles, comparison), f"{prefix}curves")
+    training.add_block("picture", parameter_picture(arm_labels, runs), f"{prefix}normalizer-parameters")
     sections = [training] if tuning_section is None else [training, tuning_section]
     if comparison is None:
         return sections
@@ -211,18 +211,18 @@ def run_sections(
     measured_section, cost_section, shared_section = (PageSection(f"{heading}{suffix}") for heading in headings)
     tables, pictures = comparison_tables(comparison), section_pictures(comparison)
     for number, (table, picture) in enumerate(zip(tables, pictures, strict=False), 1):
-        measured_section.add("picture", picture, f"{prefix}measured-{number}-picture")
-        measured_section.add("table", table, f"{prefix}measured-{number}")
+        measured_section.add_block("picture", picture, f"{prefix}measured-{number}-picture")
+        measured_section.add_block("table", table, f"{prefix}measured-{number}")
     for number, picture in enumerate(task_heat_maps(comparison), 1):
-        measured_section.add("picture", picture, f"{prefix}map-{number}")
+        measured_section.add_block("picture", picture, f"{prefix}map-{number}")
     for table in tables[len(pictures) :]:
-        measured_section.add("table", table, f"{prefix}measured-differences")
-    measured_section.add("list", comparison.divergence_notes)
-    cost_section.add("table", cost_table(comparison.runs_by_arm, f"What a run took{suffix}"), f"{prefix}cost")
-    cost_section.add("note", COST_NOTE)
+        measured_section.add_block("table", table, f"{prefix}measured-differences")
+    measured_section.add_block("list", comparison.divergence_notes)
+    cost_section.add_block("table", cost_table(comparison.runs_by_arm, f"What a run took{suffix}"), f"{prefix}cost")
+    cost_section.add_block("note", COST_NOTE)
     if comparison.config_diff:
-        shared_section.add("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
-    shared_section.add("table", properties_table(comparison), f"{prefix}environment")
+        shared_section.add_block("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
+    shared_section.add_block("table", properties_table(comparison), f"{prefix}environment")
     return [*sections, measured_section, cost_section, shared_section]
 
 
@@ -257,10 +257,10 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     warnings = [note for note in notes if note == ONE_SEED_NOTE]
     if comparison.fairness_warning:
         warnings.append(f"{comparison.fairness_warning} A difference below can't be put down to the normalizer alone.")
-    summary.add("warning", warnings + comparison.divergence_notes)
-    summary.add("list", [note for note in notes if note != ONE_SEED_NOTE])
+    summary.add_block("warning", warnings + comparison.divergence_notes)
+    summary.add_block("list", [note for note in notes if note != ONE_SEED_NOTE])
     for run in runs:
-        commands.add("details", run_details(run))
+        commands.add_block("details", run_details(run))
     sections = [summary, *run_sections(comparison.arm_labels, runs, comparison), commands]
     run_names = (
         f": {', '.join(printable_text(run.name) for run in comparison.runs)}"

@@ -10,7 +10,7 @@ from fabricated import EMPTY_FRAME, make_evaluation, write_evaluation
 
 from lm.evaluation.measurement import metric_rows, sampling_unit_frame
 from lm.report.comparison import drop_selection_rows, merge_bins_into_ranges
-from lm.report.frame import evaluation_block, frame
+from lm.report.frame import concatenate_blocks, evaluation_block
 from lm.runs.evaluations import (
     VAL_LOSS,
     Axis,
@@ -117,7 +117,7 @@ def test_where_a_part_is_empty_all_sequences_choose_the_best_checkpoint(part: st
 
 
 def test_the_long_table_has_the_document_of_each_unit_at_each_place():
-    table = frame([evaluation_block(make_evaluation(by_position()), {})])
+    table = concatenate_blocks([evaluation_block(make_evaluation(by_position()), {})])
     assert table[["x", "sample", "group"]].to_numpy().tolist() == [
         [x, *unit] for x in (0, 4) for unit in [(0, 0), (1, 0), (2, 1)]
     ]
@@ -127,6 +127,6 @@ def test_the_long_table_has_the_document_of_each_unit_at_each_place():
 def test_the_long_table_tells_tasks_of_one_name_apart_by_their_options():
     needles = [by_length(f'{{"needles": 1, "depth": {depth}}}', f"at {depth}") for depth in (0.0, 1.0)]
     evaluation = make_evaluation(pd.concat([*needles, by_position()], ignore_index=True))
-    table = frame([evaluation_block(evaluation, {})])
+    table = concatenate_blocks([evaluation_block(evaluation, {})])
     assert table.task.unique().tolist() == ["needle (depth 0.0)", "needle (depth 1.0)", "books"]
     assert table.part.unique().tolist() == ["reports"]

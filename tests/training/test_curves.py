@@ -9,7 +9,7 @@ import pytest
 
 from lm.config.load import load_config
 from lm.training.train import train
-from scripts.curves import CASES, PINNED_FILE, TOLERANCE, differences, train_curves
+from scripts.curves import PINNED_FILE, TOLERANCE, TRAINING_CASES, describe_differences, train_curves
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("curves")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TRAINING_CASES)
 def test_a_curve_is_as_it_was(case: str, folder: Path):
     actual = train_curves([case], folder, 1, lambda arguments: train(load_config(arguments)))
-    assert not differences(actual, {case: json.loads(PINNED_FILE.read_text())[case]}, TOLERANCE)
+    assert not describe_differences(actual, {case: json.loads(PINNED_FILE.read_text())[case]}, TOLERANCE)
