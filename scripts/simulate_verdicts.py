@@ -5,7 +5,7 @@ python scripts/simulate_verdicts.py --seeds   runs that fail, skewed noise and t
 
 A trial is an experiment that `lm.experiments.judging` judges. Every arm is tuned on a grid of four learning rates with
 two seeds. The grid grows if the best rate is at its edge. Then arms are trained with further seeds at the rates of
-`crossed_rates`.
+`final_run_rates`.
 
 A final loss is the arm's curve over log2(rate) plus five random effects. They belong to the seed, to the document, to
 arm x rate x seed, to arm x document, and to arm x seed x document. All arms share a seed's effect, as seeds share the
@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from lm.experiments.judging import FINISHED, PrimaryMetric, Question, Rate, judge
-from lm.experiments.procedure import best_rate, crossed_rates, tuned_rates
+from lm.experiments.procedure import best_rate, final_run_rates, tuned_rates
 from lm.statistics.intervals import ALPHA
 from lm.statistics.verdicts import VerdictKind
 
@@ -130,7 +130,7 @@ def _simulate_model_size(
             mean = world.expected_loss(number, rate) + shifts[number]
             losses[arm][rate] = list(mean + shared + world.run_noise(random, rate, 2))
         tuned, missing = tuned_rates(RATE_GRID, losses)
-    crossed = crossed_rates("base", tuned)
+    crossed = final_run_rates("base", tuned)
     # final runs: by document on the text that reports, and their means on the text that selects
     by_seed, by_document = draw(SEED_STD, seeds, 1), draw(DOCUMENT_STD, N_DOCUMENTS)
     blocks, judged, true = [], {}, {}
@@ -342,7 +342,9 @@ class AwkwardWorld:
         frame = pd.DataFrame({**columns, "value": values.ravel(), **constants})
         primary = PrimaryMetric("value", *(("higher", 0.25) if is_accuracy else ("lower", MATTERS)))
         rates = {"": dict.fromkeys(["base", *arms])}
-        question = Question(primary, ("base", *arms), tuple(range(self.n_seeds)), rates, unpaired=self.is_unpaired)
+        question = Question(
+            primary, ("base", *arms), tuple(range(self.n_seeds)), rates, unpaired_with_baseline=self.is_unpaired
+        )
         return frame, question, {("", arm): (truth, truth, False) for arm in arms}
 
 

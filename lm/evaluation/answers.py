@@ -173,8 +173,8 @@ class Recall(AnswerMeasurement):
             self.check_fits(task, length, "length_factors", self.eval_config.sequences)
 
     @property
-    def further_options(self) -> dict[str, Plain]:
-        return super().further_options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
+    def recorded_options(self) -> dict[str, Plain]:
+        return super().recorded_options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         blocks, setting_metric = [], drop_single_setting(self.logged_metrics[0], self.eval_config.inference)

@@ -251,10 +251,10 @@ class Validation(Measurement):
         return super().sequence_options(config, metric) | {"data.tasks": tasks}
 
     @property
-    def further_options(self) -> dict[str, Plain]:
+    def recorded_options(self) -> dict[str, Plain]:
         data = self.config.data
         # which the store's fingerprint leaves out
-        return super().further_options | {
+        return super().recorded_options | {
             "weights": [item.weight for item in (data.tasks if data.symbolic else data.sources)]
         }
 
@@ -485,9 +485,9 @@ class SwapMeasurement(Measurement):
         self.old_decoder, self.held_out = old, swap_sequences(store, config)
 
     @property
-    def further_options(self) -> dict[str, Plain]:
+    def recorded_options(self) -> dict[str, Plain]:
         label, weights = self.old_decoder.config.normalizer.label(), weights_sha256(self.old_decoder.state_dict())
-        return super().further_options | {"before": label, "weights_before_sha256": weights}
+        return super().recorded_options | {"before": label, "weights_before_sha256": weights}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         old, blocks = self.old_decoder.to(device.device), []

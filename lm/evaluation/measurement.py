@@ -247,7 +247,7 @@ class Measurement(ABC):
         return self.options_of(self.config)
 
     @property
-    def further_options(self) -> dict[str, Plain]:
+    def recorded_options(self) -> dict[str, Plain]:
         """Return further values that decide the result, {name: value}, beside the keys of `eval`, weights, precision
         and data.
 
@@ -283,7 +283,7 @@ class Measurement(ABC):
         `Evaluation`.
         """
         inputs = {
-            "options": self.further_options,
+            "options": self.recorded_options,
             "asked": self.config.eval.measurement_options(self.kind),
             "data_fingerprint": self.data_fingerprint,
             "precision": "32" if self.measures_in_fp32 else device.precision,

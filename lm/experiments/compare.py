@@ -142,8 +142,8 @@ def _start_in_job(experiment: Experiment, cluster: Cluster) -> None:
 
 @contextmanager
 def experiment_lock(folder: Path) -> Iterator[None]:
-    """Hold the system's lock of an experiment's folder during the body, after making the folder; it ends with the
-    process. Raises RunError: the folder can't be made, or another process works on the experiment.
+    """Make an experiment's folder, and hold the system's lock of this folder during the body of a `with` statement. The
+    lock ends with the process. Raises RunError: the folder can't be made, or another process works on the experiment.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -79,16 +79,16 @@ class Question:
     source_arms: Mapping[str, list[str]] = field(default_factory=dict)
     exploratory_arms: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
     rate_heading: str = "rate"  # the heading of the column of rates
-    # Runs are paired by seed, unless arms have seeds of their own: `unpaired` to the baseline's, or compared with the
-    # number `target`, whose name stands in the place of the baseline's
-    unpaired: bool = False
+    # whether arms have seeds of their own, so that their runs are not paired with the baseline's by seed
+    unpaired_with_baseline: bool = False
+    # the number that arms are compared with; `arms` then begins with its name in place of a baseline's
     target: float | None = None
-    measured_on: str = ""  # what means are measured on, for the heading of their column
+    measured_data_text: str = ""  # what means are measured on, for the heading of their column
 
     @property
     def is_paired(self) -> bool:
         """Return whether each run of an arm is compared with the baseline's run of the same seed."""
-        return not self.unpaired and self.target is None
+        return not self.unpaired_with_baseline and self.target is None
 
     @property
     def size_arms(self) -> list[SizeArm]:
@@ -207,7 +207,7 @@ class Judgement:
         place = [*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])
         sides = [np.array([*runs.values()]) for runs in (arm_runs, baseline_runs)]  # (rates, seeds), numbers of runs
         is_finished = [self._finished_mask[runs].all(0) for runs in sides]
-        if not question.unpaired:
+        if not question.unpaired_with_baseline:
             is_finished = [is_finished[0] & is_finished[1]] * 2
         sides = [runs[:, mask] for runs, mask in zip(sides, is_finished, strict=True)]
         values = [self.run_columns["value"][runs] for runs in sides]
@@ -223,14 +223,14 @@ class Judgement:
                 words = f"no run of either arm is better than {', '.join(levels)}"
                 obstacle = "not learned", words, words
         document_estimate = None
-        if not question.unpaired and n_seeds:
+        if not question.unpaired_with_baseline and n_seeds:
             document_estimate = self._document_estimate(*sides)
         return Comparison(
             differences, place, sum(rate in shared_rates for rate in baseline_runs) or None,
             question.must_hold_at_all_rates,
             higher_is_better=self.primary.better == "higher", bounds=self._bounds,
-            unpaired_values=tuple(values) if question.unpaired else None, document_estimate=document_estimate,
-            obstacle=obstacle,
+            unpaired_values=tuple(values) if question.unpaired_with_baseline else None,
+            document_estimate=document_estimate, obstacle=obstacle,
         )  # fmt: skip
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
@@ -294,7 +294,13 @@ class Judgement:
         if self.primary.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
             return None
         target = self.question.target
-        return (0.0, 1.0) if self.question.unpaired else (-1.0, 1.0) if target is None else (-target, 1.0 - target)
+        return (
+            (0.0, 1.0)
+            if self.question.unpaired_with_baseline
+            else (-1.0, 1.0)
+            if target is None
+            else (-target, 1.0 - target)
+        )
 
     def summary_rows(self) -> list[dict[str, Plain]]:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference
@@ -412,7 +418,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     )
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
-    basis = ", ".join(filter(None, (question.measured_on, "common seeds" * omits_finished_runs)))
+    basis = ", ".join(filter(None, (question.measured_data_text, "common seeds" * omits_finished_runs)))
     columns += column(f"mean {judgement.primary.metric}", [number_text(entry["mean"]) for entry in entries], basis)
     columns += column(
         f"difference to {baseline}",

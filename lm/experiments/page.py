@@ -53,12 +53,12 @@ from lm.statistics.intervals import Interval, trend_per_doubling
 from lm.training.wandb_runs import send_report
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"  # files and folder of results, without suffix
-BASIS_NOTE = (
+SUMMARY_TABLE_NOTE = (
     "All at the last step. A mean is over the seeds that all arms have finished, a difference over all that its two "
     "arms have finished. The interval on other text of the kind covers seeds and documents together. It is never "
     "shorter than the interval over seeds."
 )
-CROSSED_RATES_NOTE = (
+SEVERAL_RATES_NOTE = (
     "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at "
     "the baseline's, those of the baseline at all. An arm is judged at the best of its rates, by the metric that "
     "tuning goes by. It is better than the baseline only if it is so against it at each of these rates, worse only if "
@@ -140,7 +140,7 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
     failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failed_runs(procedure)]
     summary.add_block("warning", failed + procedure.notes())
     summary.add_block("table", summary_table(judgement, entries), "summary")
-    summary.add_block("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
+    summary.add_block("note", SUMMARY_TABLE_NOTE if any(entry["runs"] for entry in entries) else None)
     summary.add_block("picture", differences_picture(experiment, judgement), "differences")
     if size_trends := trends_over_sizes(procedure, judgement):
         summary.add_block("table", trend_table(size_trends, experiment.arms[0].name), "trends")
@@ -179,7 +179,7 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
     titles = LOSS_TITLES if name == SELECTION_METRIC else LOSS_TITLES | {name: (name, _quantity_label(experiment))}
     tuning = PageSection(f"Learning rates{_size_suffix(size)}")
     tuning.add_block("picture", rates_picture(procedure, size), f"{_size_prefix(size)}rates")
-    tuning.add_block("note", CROSSED_RATES_NOTE if procedure.rate_choice(size).crossed_rates else None)
+    tuning.add_block("note", SEVERAL_RATES_NOTE if procedure.rate_choice(size).arms_with_several_rates else None)
     return run_sections(names, runs, comparison, size, titles, tuning, _is_uncompared_key)
 
 
@@ -274,7 +274,7 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
         pairs = zip(judgement.judged_values(size, arm), judgement.judged_values(size, baseline), strict=False)
         cells = [signed_text(a - b) if np.isfinite([a, b]).all() else None for a, b in pairs]
         columns.append((Column(f"{arm} - {baseline}", metric), cells or [None] * len(question.seeds)))
-    return Table(f"Every seed{_size_suffix(size)} ({question.measured_on})", metric, tuple(columns))
+    return Table(f"Every seed{_size_suffix(size)} ({question.measured_data_text})", metric, tuple(columns))
 
 
 def trends_over_sizes(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:

@@ -80,7 +80,7 @@ class RateChoice:
 
     # the tuning runs by arm and rate, and the runs of untuned arms that tuning runs start from; empty without a grid
     tuning_runs: dict[str, dict[Rate, list[Run]]]
-    # by tuned arm, the rates at which its final seeds are trained (`crossed_rates`); the rate that tuning chose comes
+    # by tuned arm, the rates at which its final seeds are trained (`final_run_rates`); the rate that tuning chose comes
     # first. Without tuning, (None,) for every arm
     rates_of_final_runs: dict[str, tuple[Rate | None, ...]]
     # by arm, the rate at which it is judged, or while final runs at several rates have not ended, the one that tuning
@@ -88,7 +88,7 @@ class RateChoice:
     judged_rates: dict[str, Rate | None] | None
 
     @property
-    def crossed_rates(self) -> dict[str, tuple[Rate | None, ...]]:
+    def arms_with_several_rates(self) -> dict[str, tuple[Rate | None, ...]]:
         """Return the rates of each arm whose final runs (the runs that are judged) are trained at several rates."""
         return {arm: rates for arm, rates in self.rates_of_final_runs.items() if len(rates) > 1}
 
@@ -160,7 +160,7 @@ class Procedure:
             )
             if tuned is None:
                 return RateChoice(runs, rates_of_final_runs, None)
-            candidates = crossed_rates(self.experiment.arms[0].name, tuned)
+            candidates = final_run_rates(self.experiment.arms[0].name, tuned)
             best_rates = self._best_rates(size, candidates)
             rates_of_final_runs |= candidates
             rates |= best_rates or tuned
@@ -267,7 +267,7 @@ class Procedure:
         notes = [*self.plan_notes, *describe_run_differences((run.arm, run.outcome) for run in self.known_runs())]
         for size in experiment.sizes:
             choice, prefix = self.rate_choice(size), f"{size}: " if size else ""
-            for arm, arm_rates in choice.crossed_rates.items():
+            for arm, arm_rates in choice.arms_with_several_rates.items():
                 rates = " and ".join(f"{rate:g}" for rate in sorted(arm_rates))
                 reason = "as tuning chose different rates for the arms"
                 notes.append(f"{prefix}{arm}: final seeds are trained at {rates}, {reason}")
@@ -325,7 +325,7 @@ class Procedure:
             source_arms={arm.name: self.source_arms(arm) for arm in experiment.arms if arm.source_arm},
             exploratory_arms=self.exploratory_arms,
             rate_heading=experiment.tune.key,
-            measured_on=experiment.measured_data_text(experiment.primary.metric, "report"),
+            measured_data_text=experiment.measured_data_text(experiment.primary.metric, "report"),
         )
         return judge(pd.concat(blocks) if blocks else pd.DataFrame(columns=JUDGED_COLUMNS), question)
 
@@ -449,7 +449,7 @@ def rates_of_lowest_cost(costs: Mapping[str, CostsByRate], rates: Iterable[Rate]
     return chosen
 
 
-def crossed_rates(baseline: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
+def final_run_rates(baseline: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
     """Return the rates of each arm's final runs (the runs that are judged): its own rate, then the baseline's; for the
     baseline, all arms' rates.
 

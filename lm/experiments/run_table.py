@@ -90,7 +90,7 @@ def judge_table(
         order.append(frame[name].map({value: place for place, value in enumerate(values)}))
     frame = frame.assign(unlearned=_unlearned_level_texts(frame, primary.better)).iloc[np.lexsort(order)]
     rates = dict.fromkeys(sizes, dict.fromkeys(arms))
-    return judge(frame, Question(primary, arms, tuple(seeds), rates, unpaired=unpaired, target=target))
+    return judge(frame, Question(primary, arms, tuple(seeds), rates, unpaired_with_baseline=unpaired, target=target))
 
 
 def table_noise(

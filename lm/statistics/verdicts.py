@@ -104,7 +104,7 @@ class Comparison:
     def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> IntervalEnds:
         """Return the ends of the interval of the difference between arms at their best rates, which misses the true
         difference with probability `alpha`. This interval contains the interval at the one pair of rates
-        `judged_rate_pair`. IntervalEnds that depend on a NaN are NaN.
+        `judged_rate_pair`. Ends that depend on a NaN are NaN.
 
         estimates: of the differences at each pair of rates, (the arm's rates, the baseline's rates), such as estimates
         over seeds and documents; None: over seeds.
@@ -334,7 +334,7 @@ def comparison_family(stacks: Iterable[ComparisonStack]) -> Family:
 
 
 def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float, family: Family) -> Iterator[Verdict]:
-    """Return the verdicts on the comparisons of a stack."""
+    """Return the verdicts on the comparisons of a stack, that is, on comparisons that are computed at once."""
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     rows, source = [[math.nan] * 8] * len(members), ""
     if seeds > 1:

@@ -2,7 +2,7 @@
 
 import math
 
-from lm.experiments.procedure import best_rate, crossed_rates, mean_cost, tuned_rates
+from lm.experiments.procedure import best_rate, final_run_rates, mean_cost, tuned_rates
 
 GRID = (1e-3, 2e-3, 4e-3)
 
@@ -50,5 +50,5 @@ def test_of_equal_means_the_middle_of_the_grid_wins():
 
 
 def test_the_baseline_is_trained_at_all_rates_that_tuning_chose():
-    crossed = crossed_rates("a", {"a": 1, "b": 2, "c": 3, "d": 1})
+    crossed = final_run_rates("a", {"a": 1, "b": 2, "c": 3, "d": 1})
     assert crossed == {"a": (1, 2, 3), "b": (2, 1), "c": (3, 1), "d": (1,)}
