@@ -245,7 +245,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class HeadStatistic:
-    """A statistic of each head, computed from sums over the defined rows of a sequence
+    """This statistic has one value for each head. It is computed from sums over the defined rows of a sequence
     (`AttentionRows.defined_row_mask`), such as sums of weights by key position.
 
     `sum_rows` returns two sums for each of the L tokens of a sequence, and `reduce_sums` turns them into a number for
@@ -261,8 +261,8 @@ class HeadStatistic:
 
 
 class MeasuredValues(NamedTuple):
-    """Values that one model's statistics have on N sequences, by the statistics' names; NaN where a statistic is not
-    defined.
+    """Holds the values that one model's statistics have on N sequences, by the statistics' names; NaN where a statistic
+    is not defined.
     """
 
     n_visible_keys: np.ndarray  # (N, layers, T), the number of keys that each query sees

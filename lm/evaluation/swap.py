@@ -49,7 +49,7 @@ class SwapResult:
 
     evaluation: Evaluation
     path: Path
-    model_lines: list[str]
+    description_lines: list[str]
     notes: list[str]
     warning: str
 
@@ -102,8 +102,8 @@ def swap_run(
         )
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
-    model_lines, warning = describe_swap(old, new, evaluation.step)
-    return SwapResult(evaluation, path, model_lines, notes, warning)
+    description_lines, warning = describe_swap(old, new, evaluation.step)
+    return SwapResult(evaluation, path, description_lines, notes, warning)
 
 
 def _closing_notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: Plain) -> list[str]:

@@ -173,7 +173,7 @@ def open_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
     if (experiment.folder / CONFIG_FILE).exists():
         raise RunError(f"{experiment.folder}: a run folder; {_NAME_REMEDY}")
     recorded = _first_start_record(experiment)
-    procedure = Procedure(experiment.fill_open_settings(recorded or _machine_settings(experiment, jobs)))
+    procedure = Procedure(experiment.fill_unset_settings(recorded or _machine_settings(experiment, jobs)))
     _compare_with_plan(procedure, recorded)
     return procedure
 

@@ -248,8 +248,8 @@ class Experiment:
         place = ExperimentConfig(self.name, arm.name, size or None, stage, rate)
         return replace(config, **start, name=f"{stem}-{digest}", experiment=place)
 
-    def fill_open_settings(self, settings: dict[str, Plain]) -> "Experiment":
-        """Return the experiment with the `SHARED_SETTINGS` in `settings`, where its base leaves them open."""
+    def fill_unset_settings(self, settings: dict[str, Plain]) -> "Experiment":
+        """Return the experiment with the `SHARED_SETTINGS` in `settings`, where its base does not set them."""
         trainer = self.base.get("trainer", {})  # sizes and arms may set these keys, too
         names = (name for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings)
         return replace(self, base=merge(self.base, {"trainer": {name: settings[name] for name in names}}))
