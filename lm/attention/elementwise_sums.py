@@ -179,13 +179,13 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
 
     Compiling the kernel fails where the machine lacks a C compiler or Python's headers.
     """
-    from lm.attention.triton_kernels import TritonSums
+    from lm.attention import triton_kernels
 
     *qkv, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
     for name, shift, divide_by_sum in product(ELEMENTWISE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
         pair = (
             output_and_gradients(partial(compute_sums, sums, name, divide_by_sum=divide_by_sum), [*qkv, *shift], grad)
-            for sums in (TritonSums, TileSums)
+            for sums in (triton_kernels.TritonSums, TileSums)
         )
         yield from ((name, a, b) for a, b in zip(*pair, strict=True))
 
@@ -207,9 +207,9 @@ def elementwise_attention(
     """
     if why_no_triton(q.device, q.dtype, q.size(-1)):
         return compute_sums(TileSums, function_name, q, k, v, shift, divide_by_sum)
-    from lm.attention.triton_kernels import TritonSums
+    from lm.attention import triton_kernels  # `from triton_kernels` would be a file that transformers demands
 
-    return compute_sums(TritonSums, function_name, q, k, v, shift, divide_by_sum)
+    return compute_sums(triton_kernels.TritonSums, function_name, q, k, v, shift, divide_by_sum)
 
 
 def compute_sums(
