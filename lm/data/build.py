@@ -124,11 +124,12 @@ def count_unreadable(unreadable_summary: dict[str, Plain], error: UnreadableErro
 
 
 def build_store(data: DataConfig, store_identity: dict[str, Plain], store_folder: Path, progress: Progress) -> None:
-    """Build the store in the folder `store_folder`, or finish an interrupted preparation. The manifest begins with the
-    entries of `store_identity`, which determine the content.
+    """Build the token store of a data configuration in `store_folder`, or finish a build that was interrupted. The
+    manifest begins with the entries of `store_identity`, which determine the content.
 
-    Raises DataError: a source is too small, changed meanwhile or can't be read. If a shard is complete, the hidden
-    folder stays, and the next call continues.
+    The store is built in a hidden folder beside `store_folder`, and renamed at the end. Raises DataError: a source is
+    too small, changed meanwhile or can't be read. The hidden folder then stays if it has a complete shard (the tokens
+    of some 64 MB of text), and the next call continues from there.
     """
     folder = store_folder.with_name(f".{store_folder.name}.partial")
     progress.say(f"{store_folder}: {'finishing an interrupted' if folder.exists() else 'preparing a new'} token store")

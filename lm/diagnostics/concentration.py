@@ -26,9 +26,11 @@ def effective_keys(rows: AttentionRows) -> Tensor:
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
-    """Return the entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a.
+    """Return the entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a. None for normalizers whose
+    weights do not sum to one.
 
-    The entropy is NaN for rows with a negative weight. Return None for normalizers whose weights do not sum to one.
+    The division matters where the first token is masked (`AttentionRows.with_first_token_masked`), as the rest of the
+    weights sum to less than one. The entropy is NaN for rows with a negative weight, or without weight.
     """
     if not rows.normalizer.options.rows_sum_to_one:
         return None

@@ -206,8 +206,11 @@ def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) ->
 
 
 def bound_random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> RandomKeyBounds:
-    """Return Theorem 1's bounds on the expected distance from the sum of `count` random keys. Arguments are as in
-    `measure_top_keys`.
+    """Return the lower and upper bound (H, T) on the expected d~ of `count` keys drawn at random, by Theorem 1 of arXiv
+    2508.17821.
+
+    d~ is the summed distance of the other keys' vectors a_i x_i from s, the sum of the drawn keys' vectors. Arguments
+    are as in `measure_top_keys`.
     """
     n = visible.sum(-1, keepdim=True).to(weights.dtype)
     products = weights * ((weights @ x) @ x.T)  # y_i . x-, of y_i = a_i x_i

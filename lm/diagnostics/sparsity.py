@@ -68,7 +68,8 @@ def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Return the sparsity S of weights relu(score)^2 of Gaussian scores.
+    """Return the sparsity S = E[a] / sqrt(E[a^2]) of weights a = relu(score)^2 of Gaussian scores with the given mean
+    and std. S is 1 if all weights are equal, and near 0 if few keys have most of the weight.
 
     S = ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi) with r = mean / std, which is 1 /
     sqrt(6) at r = 0. Phi and phi are the normal distribution function and its density at r.

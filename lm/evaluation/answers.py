@@ -127,8 +127,8 @@ def accuracy_metric(metric: Metric, questions: int, chance: float | None, task_o
 def rows_by_length(
     metric: Metric, lengths: list[int], values_by_length: Sequence[ValuesAndUnits], **fields: str
 ) -> pd.DataFrame:
-    """Return the rows of a metric that was measured at each of `lengths`. fields: `task` and `setting`, as for
-    `metric_rows`."""
+    """Return the table rows of a metric that was measured at each of several sequence lengths, each with its values.
+    fields: `task` and `setting`, the columns of `metric_rows`."""
     points = zip(values_by_length, lengths, strict=True)
     return pd.concat(metric_rows(metric, *values_and_units, [length], **fields) for values_and_units, length in points)
 

@@ -279,8 +279,8 @@ class Measurement(ABC):
         """
 
     def result_inputs(self, weights_hash: str, device: Device) -> dict[str, Plain]:
-        """Return all that decides the result of weights with the SHA-256 `weights_hash`, by the field names of an
-        `Evaluation`.
+        """Return all inputs that decide the result of measuring a model whose weights have the SHA-256 `weights_hash`:
+        options, data, precision, weights and code. Keys are field names of `Evaluation`.
         """
         inputs = {
             "options": self.recorded_options,

@@ -45,7 +45,8 @@ LOGIT_TOLERANCE = 1e-3  # largest difference of logits that counts as rounding
 
 
 class TransformersDecoder(nn.Module):
-    """This class gives a transformers model the methods of `lm.model.decoder.Decoder` that measurements call.
+    """This class gives a transformers model the methods of `lm.model.decoder.Decoder` that measurements call. `forward`
+    returns hidden states, which `head` maps to logits.
 
     Args:
         model: a language model whose attention is lm's (`register`, `add_normalizer_parameters`).

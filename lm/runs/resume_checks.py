@@ -48,8 +48,8 @@ def resume_problems(
 
 
 def _phase_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:
-    """Return the problems of phases up to `phase`, the checkpoint's phase, that differ from training so far. Later
-    phases may change.
+    """Return a problem for each key of a training phase in which `config`, of the resumed run, differs from
+    `training_config`, of the checkpoint's training. Phases after the checkpoint's phase, `phase`, may change.
     """
     problems = []
     if phase >= len(config.training_phases):
