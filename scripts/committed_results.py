@@ -96,7 +96,7 @@ def compare_at_best_rates(
         n_shared_rates=n_shared_rates,
         must_hold_at_all_rates=other_values_chose_rates,
         higher_is_better=higher_is_better,
-        bounds=bounds,
+        value_bounds=bounds,
     )
 
 
@@ -133,7 +133,7 @@ def trend_table(
     for name, values in values_by_training_part.items():
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
         bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher_is_better else None
-        changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher_is_better, bounds=bounds)
+        changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher_is_better, value_bounds=bounds)
     for name, verdict in judge_comparisons(changes, matters).items():
         cells = [
             format_values(values_by_training_part[name][part]) if part in values_by_training_part[name] else ""

@@ -107,7 +107,7 @@ def normalizers_page() -> str:
     for name, entry in OPTIONS_BY_NAME.items():
         sums = "with `n: sum`" if entry.n_accepts_sum else "yes" if entry().rows_sum_to_one else "no"
         kernel = normalizer_class(name).kernel
-        facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.findings
+        facts = entry.full_formula, entry.learned_parameters, sums, kernel, entry.source, entry.published_findings
         lines.append(_markdown_row(f"`{name}`", *facts))
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in NORMALIZER_OPTIONS.items():

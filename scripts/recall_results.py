@@ -108,7 +108,7 @@ class RecallResults(ExperimentResults):
                 for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
                     comparisons[arm, rate, length] = Comparison(
-                        differences, higher_is_better=True, bounds=ACCURACY_BOUNDS
+                        differences, higher_is_better=True, value_bounds=ACCURACY_BOUNDS
                     )
         return judge_comparisons(comparisons, self.matters)
 

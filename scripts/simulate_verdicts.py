@@ -188,8 +188,8 @@ def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Count
         judgement, hold, has_false_verdict = judge(frame, question), True, False
         for name, (text, population, differ) in truths.items():
             verdict, comparison = judgement.verdicts[name], judgement.comparisons[name]
-            lower_truth = text if question.primary.better == "lower" else -text
-            has_false_verdict |= is_false_verdict(verdict.kind, lower_truth, question.primary.matters)
+            lower_truth = text if question.primary_metric.better == "lower" else -text
+            has_false_verdict |= is_false_verdict(verdict.kind, lower_truth, question.primary_metric.matters)
             if not comparison.obstacle:
                 documents = comparison.document_estimate
                 wide = comparison.interval_ends(ALPHA, documents) if documents else None

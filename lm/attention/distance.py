@@ -60,7 +60,7 @@ class ALiBi(Options):
     name = "alibi"
     full_formula = "softmax(z - 2^(-8 h / H) t)"
     source = "Press et al. 2021, arXiv 2108.12409"
-    findings = (
+    published_findings = (
         "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083. The formula also where H is "
         "no power of 2, for which its authors' code interleaves two series"
     )
@@ -92,7 +92,7 @@ class Window(Options):
     name = "window"
     full_formula = "softmax(z), t < w"
     source = "Beltagy et al. 2020, arXiv 2004.05150"
-    findings = "for local layers: `[window, window, ssmax]`"
+    published_findings = "for local layers: `[window, window, ssmax]`"
     size: int = key(256, "keys a query sees, its own among them", ge=1, le=MAX_LENGTH)
 
 
@@ -208,7 +208,7 @@ class ScaleInvariant(Options):
     name = "scale_invariant"
     full_formula = "softmax(a_t z + m_t), a_t^2 = 1 + 2 ln(1 + t / tau), m_t = 1 - a_t^2"
     source = "arXiv 2505.17083"
-    findings = (
+    published_findings = (
         "with p-RoPE, trained at 4k, at 64k: loss 3.247 (log n 3.317, softmax 5.735), needles .969 (.939, .000), "
         "same paper"
     )
@@ -248,7 +248,7 @@ class Forget(Options):
     full_formula = "softmax(z + c_i - c_j), c the running sum of ln sigmoid(w.x + b), x the layer's input"
     learned_parameters = "w (width C) and b per layer and head"
     source = "arXiv 2503.02130"
-    findings = "good extrapolation, needles near-perfect within the training length (abstract)"
+    published_findings = "good extrapolation, needles near-perfect within the training length (abstract)"
 
 
 class ForgetNormalizer(KeyBias):
@@ -282,7 +282,7 @@ class SoftCap(Options):
     name = "softcap"
     full_formula = "softmax(c tanh(z / c))"
     source = "Gemma 2, arXiv 2408.00118, sec. 2"
-    findings = "c = 50 in Gemma 2"
+    published_findings = "c = 50 in Gemma 2"
     cap: float = key(50.0, "c, which no score exceeds", ge=1e-3, le=MAX_FACTOR)
 
 
@@ -309,7 +309,7 @@ class StickBreaking(Options):
     name = "stick_breaking"
     full_formula = "sigmoid(z_j) prod (1 - sigmoid(z_k)), j < k < i"
     source = "arXiv 2410.17980"
-    findings = "without positions, trained at 2,048: perplexity goes on to fall up to 16,384 (abstract)"
+    published_findings = "without positions, trained at 2,048: perplexity goes on to fall up to 16,384 (abstract)"
     sums_to_one = False
 
 

@@ -62,7 +62,7 @@ class Relu2(Options):
     name = "relu2"
     full_formula = "relu(z)^2 / n"
     source = "Hua et al. 2022, arXiv 2202.10447"
-    findings = (
+    published_findings = (
         "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures "
         "published)"
     )
@@ -107,7 +107,7 @@ class Relu(Options):
     name = "relu"
     full_formula = "relu(z) / n"
     source = "Wortsman et al. 2023, arXiv 2309.08586"
-    findings = "no figures known to us"
+    published_findings = "no figures known to us"
     sums_to_one = False
     n: str = key("visible", N_HELP)
 
@@ -127,7 +127,7 @@ class Sigmoid(Options):
     full_formula = "sigmoid(z - ln n (+ b))"
     learned_parameters = "none (or b per layer and head)"
     source = "arXiv 2409.04431"
-    findings = "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)"
+    published_findings = "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)"
     sums_to_one = False
     fixed_by_training: ClassVar[Mapping[str, str]] = {"bias": "decides whether there is a b to learn"}
     bias: bool = key(False, "add a learned b, one per layer and head, from 0")
@@ -163,7 +163,7 @@ class Threshold(Options):
     full_formula = "relu(z - beta sqrt(2 ln n))^p / sum"
     learned_parameters = "beta per layer and head"
     source = "arXiv 2601.12145 and its code; `recipes/tda.yaml` is the paper's, with QK-norm and a second view"
-    findings = "TDA at 162 M: validation loss 3.119, softmax 3.120; 99 % exact zeros, no sinks (secondary)"
+    published_findings = "TDA at 162 M: validation loss 3.119, softmax 3.120; 99 % exact zeros, no sinks (secondary)"
     sums_to_one = False
     power: Literal[1, 2] = key(2, "p")
     init: float = key(0.5, "initial value of beta, 1 in the paper: where the largest of n Gaussian logits lies",
@@ -212,7 +212,7 @@ class SoftplusAttention(Options):
     source = (
         "arXiv 2501.13428 by a summary of it; `recipes/lssar.yaml` is the paper's, m = training length is our choice"
     )
-    findings = "LSSAR at 124 M: loss 3.19 at 1,024 tokens, 3.32 at 8,192; softmax 3.19, 6.28 (secondary)"
+    published_findings = "LSSAR at 124 M: loss 3.19 at 1,024 tokens, 3.32 at 8,192; softmax 3.19, 6.28 (secondary)"
     base: Literal["train", "head_size"] | float = key(
         "train",
         "m, the length at which logits are unscaled; `train`: the training length; `head_size`: e^(sqrt(D) / ln D) for "

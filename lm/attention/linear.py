@@ -26,7 +26,7 @@ class Linear(Options):
     name = "linear"
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
-    findings = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
+    published_findings = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
     n_accepts_sum = True
     sums_to_one = False
     features: Literal["elu", "relu", "identity"] = key(

@@ -40,7 +40,7 @@ class Options:
     full_formula: ClassVar[str]  # formula of the weights, with all terms that options can add
     learned_parameters: ClassVar[str] = "none"  # the learned parameters, in words
     source: ClassVar[str] = ""  # the paper or code that the function comes from
-    findings: ClassVar[str] = ""  # published figures, with their source
+    published_findings: ClassVar[str] = ""  # published figures, with their source
     sums_to_one: ClassVar[bool] = True  # whether each row of weights sums to 1 for all values of the options
     # whether the option `n` accepts the value `sum`, which divides each row of weights by the row's sum
     n_accepts_sum: ClassVar[bool] = False

@@ -69,7 +69,7 @@ class Softmax(Options):
     name = "softmax"
     full_formula = "softmax(z / tau)"
     source = "baseline"
-    findings = "entropy grows as ln n: attention fades with length"
+    published_findings = "entropy grows as ln n: attention fades with length"
     temperature: float = key(
         1.0, "tau, a constant that divides the logits: below 1 attention is sharper from the start", omit_default=True,
         ge=1 / MAX_FACTOR, le=MAX_FACTOR,
@@ -97,7 +97,7 @@ class SSMax(Options):
     full_formula = "softmax((s ln n + b) z)"
     learned_parameters = "s (and b) per layer and head"
     source = "Nakanishi 2025, arXiv 2501.19399, Eq. 2"
-    findings = (
+    published_findings = (
         "training loss 0.008 nats below softmax at 162 M (same paper); validation loss 3 % worse at 1.2 B and 6 points "
         "downstream (2605.20798, secondary)"
     )
@@ -187,7 +187,7 @@ class LogN(Options):
     name = "log_n"
     full_formula = "softmax(z (ln n / ln m)^p)"
     source = "Su 2021, kexue.fm 8823; other powers p: arXiv 2605.12697 compares such laws"
-    findings = (
+    published_findings = (
         "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 "
         "times the length: under a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)"
     )
@@ -223,7 +223,7 @@ class SqrtLogN(Options):
     full_formula = "softmax(c sqrt(2 ln n) z)"
     learned_parameters = "c per layer and head"
     source = "Gaussian logits (extreme values)"
-    findings = "largest weight of Gaussian logits, c = 1: .46, .39, .35 at n = 64, 1,024, 16,384"
+    published_findings = "largest weight of Gaussian logits, c = 1: .46, .39, .35 at n = 64, 1,024, 16,384"
     n: str = key("visible", N_HELP)
 
 
@@ -254,7 +254,7 @@ class Llama4(Options):
     name = "llama4"
     full_formula = "softmax(z (1 + a ln(1 + floor((p + o) / f))))"
     source = "Llama 4's code; with o = 0 Ministral 3's, in transformers"
-    findings = "used in Llama 4 in layers without positions"
+    published_findings = "used in Llama 4 in layers without positions"
     floor_scale: float = key(8192.0, "f, tokens after which the temperature first changes", ge=1, le=MAX_LENGTH)
     attn_scale: float = key(0.1, "a", ge=0, le=MAX_FACTOR)
     offset: Literal[0, 1] = key(1, "o, added to the position: Llama 4 counts from 1", omit_default=True)
@@ -279,7 +279,7 @@ class YaRN(Options):
     name = "yarn"
     full_formula = "softmax(z (0.1 ln(n / m) + 1)^2)"
     source = "Peng et al. 2023, arXiv 2309.00071"
-    findings = "one factor for each document; softmax up to the training length m"
+    published_findings = "one factor for each document; softmax up to the training length m"
     base: Literal["train"] | float = reference_length_key("the length up to which this is softmax")
     n: str = key("sample", N_HELP)
 
@@ -303,7 +303,7 @@ class InfoScale(Options):
     name = "infoscale"
     full_formula = "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))"
     source = "arXiv 2501.08570"
-    findings = "made for models trained without it"
+    published_findings = "made for models trained without it"
     base: Literal["train"] | float = reference_length_key("the length at which this is softmax")
     n: str = key("visible", N_HELP)
 
@@ -328,7 +328,7 @@ class Cosine(Options):
     full_formula = "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))"
     learned_parameters = "g per layer and head"
     source = "Henry et al. 2020, arXiv 2010.04245; Su, kexue.fm 9859"
-    findings = (
+    published_findings = (
         "GAU trained at 512, at 4,096, with g = 4 ln n: 64.7 % against 24.2 % of plain RoPE, on repeated text "
         "(kexue.fm 9859)"
     )
@@ -377,7 +377,7 @@ class PN(Options):
     full_formula = "softmax((s p_n + b) z)"
     learned_parameters = "s, b per layer and head; p_n for each n to m, shared by all (beyond, the last)"
     source = "Nakanishi 2025, arXiv 2501.19399, sec. 2.1"
-    findings = "p_n is well fitted by a1 ln n + a2 at 162 M and 1,024 tokens (same paper)"
+    published_findings = "p_n is well fitted by a1 ln n + a2 at 162 M and 1,024 tokens (same paper)"
 
 
 class PNNormalizer(QueryScale):
@@ -410,7 +410,7 @@ class QASSMax(Options):
     full_formula = "softmax(z), q times B(ln n) (1 + tanh G(q))"
     learned_parameters = "MLPs B (1 to H x D) and G (D to D) per layer, 64 hidden, GELU"
     source = "TabICLv2's code"
-    findings = "holds 100 % where SSMax fails, at 15k negatives; adopted by TabPFN-3 (TabICLv2; secondary)"
+    published_findings = "holds 100 % where SSMax fails, at 15k negatives; adopted by TabPFN-3 (TabICLv2; secondary)"
     n: str = key("visible", N_HELP)
 
 

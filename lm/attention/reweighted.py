@@ -25,7 +25,7 @@ class Elastic(Options):
     full_formula = "relu(softmax(z) + tau / n)"
     learned_parameters = "tau per layer and head"
     source = "Elastic-Softmax, arXiv 2601.00919 and its code"
-    findings = "no figures known to us"
+    published_findings = "no figures known to us"
     sums_to_one = False
     init: float = key(-1.0, "initial value of tau: at -1 weights below 1 / n are 0", ge=-MAX_FACTOR, le=MAX_FACTOR)
     n: str = key("visible", N_HELP)
@@ -60,7 +60,7 @@ class EntropyTemperature(Options):
     name = "entropy_temperature"
     full_formula = "softmax(b(H) z), b a polynomial of the entropy H of softmax(z)"
     source = "arXiv 2410.01104, the authors' coefficients"
-    findings = (
+    published_findings = (
         "for models trained without it. b is 2.2 at 3 nats, 1 up to 0.5 and above 6: diffuse rows of long sequences "
         "stay as they are"
     )

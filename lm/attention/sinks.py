@@ -22,7 +22,7 @@ class Softmax1(Options):
     name = "softmax1"
     full_formula = "e^z / (1 + sum e^z)"
     source = "Miller 2023"
-    findings = "removes attention sinks"
+    published_findings = "removes attention sinks"
     sums_to_one = False
 
 
@@ -62,7 +62,7 @@ class Sink(Options):
     full_formula = "e^z / (e^b + sum e^z)"
     learned_parameters = "b per layer and head"
     source = "gpt-oss's code"
-    findings = "softmax times sigmoid(lse - b)"
+    published_findings = "softmax times sigmoid(lse - b)"
     sums_to_one = False
     init: float = key(0.0, "initial value of b", ge=-MAX_FACTOR, le=MAX_FACTOR)
 

@@ -30,7 +30,7 @@ class Sparsemax(Options):
     name = "sparsemax"
     full_formula = "relu(z - tau)"
     source = "Martins and Astudillo 2016, arXiv 1602.02068"
-    findings = "exact zeros"
+    published_findings = "exact zeros"
 
 
 class SparsemaxNormalizer(Normalizer):
@@ -64,7 +64,7 @@ class Entmax15(Options):
     name = "entmax15"
     full_formula = "relu(z / 2 - tau)^2"
     source = "Peters et al. 2019, arXiv 1905.05702"
-    findings = "exact zeros"
+    published_findings = "exact zeros"
 
 
 class Entmax15Normalizer(SparsemaxNormalizer):
@@ -117,7 +117,7 @@ class ASEntmax(Options):
     full_formula = "1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), x the layer's input"
     learned_parameters = "w_b, w_g (width C) per layer and head"
     source = "arXiv 2506.16640"
-    findings = (
+    published_findings = (
         "multi-query recall to 65k from training at 64; loss better at 8 times the length (abstract). ln n is the "
         "paper's, its authors' code has ln(n + 1)"
     )
@@ -165,7 +165,7 @@ class Softpick(Options):
     name = "softpick"
     full_formula = "relu(e^z - 1) / (sum |e^z - 1| + 1e-8)"
     source = "softpick's code, 2025"
-    findings = "no sinks and 47 % exact zeros at 340 M (secondary)"
+    published_findings = "no sinks and 47 % exact zeros at 340 M (secondary)"
     sums_to_one = False
 
 

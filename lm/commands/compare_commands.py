@@ -140,7 +140,7 @@ def judge(
     from lm.files import json_bytes
 
     judgement = judge_table(table, metric, better, matters, baseline, where, by or (), arm, seed, target, unpaired)
-    primary, entries, verdicts = judgement.primary, judgement.summary_rows(), [*judgement.verdicts.values()]
+    primary, entries, verdicts = judgement.primary_metric, judgement.summary_rows(), [*judgement.verdicts.values()]
     if exit_code and len(verdicts) > 1:
         raise ConfigError(f"--exit-code takes one verdict, and there are {len(verdicts)}: choose one by --where")
     if as_json:

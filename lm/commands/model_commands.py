@@ -73,14 +73,14 @@ def eval_(
 def _print_evaluations(results: list["EvaluationResult"], out: Path | None, as_json: bool = False) -> None:
     """Print tables of evaluations, or their numbers as JSON, and write all numbers to the file `out` if it is given."""
     from lm.files import write_together
-    from lm.report.evaluation_tables import print_results, results_bytes
+    from lm.report.evaluation_tables import print_results, results_file_content
 
     if as_json:
-        print(results_bytes(results, Path("all.json")).decode(), end="")
+        print(results_file_content(results, Path("all.json")).decode(), end="")
     else:
         print_results(results, out)
     if out:
-        write_together({out: results_bytes(results, out)})
+        write_together({out: results_file_content(results, out)})
 
 
 def diagnose(

@@ -48,7 +48,7 @@ class Task(ABC):
     chance: ClassVar[float | None] = None
 
     @abstractmethod
-    def entropy(self, length: int) -> float:
+    def sequence_entropy(self, length: int) -> float:
         """Return the entropy, in nats, of the task's sequences of `length` predicted tokens, or a lower bound of it."""
 
     def n_distinct_sequences(self, length: int, subset: Literal["train", "test"]) -> float:
@@ -56,7 +56,7 @@ class Task(ABC):
         some repeat.
         """
         fraction = 1 / INVERSE_TEST_FRACTION if subset == "test" else 1 - 1 / INVERSE_TEST_FRACTION
-        return fraction * exp(min(self.entropy(length), 100.0))
+        return fraction * exp(min(self.sequence_entropy(length), 100.0))
 
 
 def _log_arrangements(n: int, k: int) -> float:
@@ -101,7 +101,7 @@ class MQAR(Task):
         """Return the accuracy of a model that picks a random value of the sequence for each query."""
         return chance_accuracy(self.pairs, self.queries)
 
-    def entropy(self, length: int) -> float:
+    def sequence_entropy(self, length: int) -> float:
         """Return the entropy, in nats, of the pairs and the filler; the pairs' positions and the queries are not
         counted.
         """
@@ -150,7 +150,7 @@ class Needle(Task):
     )
     absent: bool = key(False, "leave the needles asked for out: a control, where right answers are chance")
 
-    def entropy(self, length: int) -> float:
+    def sequence_entropy(self, length: int) -> float:
         """Return the entropy, in nats, of the numbers alone; cities, the needles' positions and filler are not
         counted.
         """

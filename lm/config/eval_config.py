@@ -31,8 +31,9 @@ class RopeScaling:
 
     name: ClassVar[str] = "as_trained"
 
-    def scaling_factor(self, trained_length: int, length: int) -> float:
-        """Return the scaling factor s: the option `factor` if it is set, else max(1, `length` / `trained_length`)."""
+    def length_ratio(self, trained_length: int, length: int) -> float:
+        """Return the scaling factor s: the option `factor` if it is set, else the ratio max(1, `length` /
+        `trained_length`)."""
         return getattr(self, "factor", None) or max(1.0, length / trained_length)
 
     def scaled_theta(self, theta: float, head_size: int, s: float) -> float:

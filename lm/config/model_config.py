@@ -254,7 +254,9 @@ class AttentionBlock:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason)
         if (model.head_size or not model.n_embd % model.n_head) and model.differential is True and model.value_dims % 2:
-            yield model.head_size_problem(f"gives heads of odd size {model.value_dims}, which two maps can't share")
+            yield model.make_head_size_problem(
+                f"gives heads of odd size {model.value_dims}, which two maps can't share"
+            )
 
 
 @dataclass
@@ -436,7 +438,7 @@ class ModelConfig:
             return self.n_mlp
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
-    def head_size_problem(self, reason: str) -> Problem:
+    def make_head_size_problem(self, reason: str) -> Problem:
         """Return a problem of the key that determines the size of heads, with `reason` and what to set."""
         name = "head_size" if self.head_size else "n_embd"
         name, owner = ("key_size", self.block) if hasattr(self.block, "key_size") else (name, self)
@@ -452,7 +454,7 @@ class ModelConfig:
         yield from block_problems
         if self.position.rotates and not block_problems:
             if key_dims % 2:
-                yield self.head_size_problem(f"gives heads of odd size {key_dims}, which RoPE can't rotate")
+                yield self.make_head_size_problem(f"gives heads of odd size {key_dims}, which RoPE can't rotate")
             if self.position.rotated_dimensions(key_dims) == 0:
                 reason = f"rotates nothing of a head of size {key_dims}"
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")

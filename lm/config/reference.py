@@ -71,7 +71,7 @@ def normalizer_lines(name: str) -> list[str]:
         "parameters": entry.learned_parameters,
         "kernel": normalizer_class(name).kernel,
     }
-    facts |= {"source": entry.source, "known": entry.findings}
+    facts |= {"source": entry.source, "known": entry.published_findings}
     lines = [name, *(f"  {fact:<11} {text}" for fact, text in facts.items() if text)]
     options = reference_rows(entry)
     return lines + [f"  {path:<11} {kind}, default {default}: {text}" for path, kind, default, text in options]

@@ -68,8 +68,8 @@ class Vocabulary:
         self.unknown_id = None
         if self.bytes_per_token is None and not getattr(model, "byte_fallback", False):
             self.unknown_id = self.tokenizer.token_to_id(getattr(model, "unk_token", None) or "")
-        self.known_token_mask = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
-        self.known_token_mask[list(self.tokenizer.get_vocab().values())] = True
+        self.valid_id_mask = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
+        self.valid_id_mask[list(self.tokenizer.get_vocab().values())] = True
 
     def check_document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
         """Check a document's ids, and return them without a leading or trailing end-of-text token: uint32 (tokens,),
@@ -79,11 +79,11 @@ class Vocabulary:
         the document.
         """
         ids = _id_array(ids, location)
-        is_wrong = (ids < 0) | (ids >= len(self.known_token_mask))
-        is_wrong |= ~self.known_token_mask[np.where(is_wrong, 0, ids)]
+        is_wrong = (ids < 0) | (ids >= len(self.valid_id_mask))
+        is_wrong |= ~self.valid_id_mask[np.where(is_wrong, 0, ids)]
         if is_wrong.any():
             index = int(is_wrong.argmax())
-            reason = f"a tokenizer of the ids 0 to {len(self.known_token_mask) - 1:,} does not have"
+            reason = f"a tokenizer of the ids 0 to {len(self.valid_id_mask) - 1:,} does not have"
             raise UnreadableError(
                 f"{location}: token {index:,} has the id {ids[index]}, which {reason}; {TOKENIZER_REMEDY}"
             )

@@ -185,7 +185,7 @@ class AttentionRows:
         return self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
 
     @cached_property
-    def without_first_token(self) -> "AttentionRows":
+    def with_first_token_masked(self) -> "AttentionRows":
         """Same rows with the first token of the document made invisible and its weight set to 0; weights of other keys
         do not change.
         """
@@ -238,7 +238,7 @@ class Statistic:
         return replace(
             self,
             name=self.name + NO_FIRST_TOKEN_SUFFIX,
-            measure=lambda row: self.measure(row.without_first_token),
+            measure=lambda row: self.measure(row.with_first_token_masked),
             in_reports=False,
         )
 

@@ -134,18 +134,20 @@ def diagnostic_rows(
     held_out: HeldOutSequences,
     options: DiagnosticsConfig,
     device: Device,
-    seed: int,
-    fingerprint: str,
+    untrained_seed: int,
+    data_fingerprint: str,
 ) -> list[pd.DataFrame]:
     """Measure the diagnostics of a decoder and return blocks of rows: overall means, by visible keys, and by head.
 
     All ranks call this function.
 
     Args:
-        seed: seed of the untrained model to compare with.
-        fingerprint: fingerprint of the data that the sequences come from.
+        untrained_seed: seed of the untrained model to compare with.
+        data_fingerprint: fingerprint of the data that the sequences come from.
     """
-    untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
+    untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=untrained_seed).to(
+        device.device
+    )
     queries, layers = log_spaced_queries(held_out.length, options.queries), len(decoder.normalizers())
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
     measures = AttentionMeasurement(statistics_of(options), layers, heads, queries, held_out.length)
@@ -164,7 +166,9 @@ def diagnostic_rows(
     return [
         block
         for statistic in (*measures.row_statistics, *UNDEFINED_ROW_FRACTIONS, *measures.head_statistics)
-        for block in _statistic_rows(statistic, values_by_model, held_out, fingerprint, decoder.seq_len, len(queries))
+        for block in _statistic_rows(
+            statistic, values_by_model, held_out, data_fingerprint, decoder.seq_len, len(queries)
+        )
     ]
 
 
@@ -172,7 +176,7 @@ def _statistic_rows(
     statistic: Statistic | HeadStatistic,
     values_by_model: dict[str, MeasuredValues],
     held_out: HeldOutSequences,
-    fingerprint: str,
+    data_fingerprint: str,
     train_length: int,
     n_queries: int,
 ) -> Iterator[pd.DataFrame]:
@@ -203,7 +207,7 @@ def _statistic_rows(
         log_name = "diagnostics/{STATISTIC}" * (statistic.in_reports and model == trained)
         count = np.isfinite(array).sum((1, 2, 3)) if array.ndim == 4 else np.zeros(0)
         if count.any():
-            units = sampling_unit_frame(held_out.sha256, held_out.document_labels, count, fingerprint)
+            units = sampling_unit_frame(held_out.sha256, held_out.document_labels, count, data_fingerprint)
             means = np.where(count, nan_mean(array, (1, 2, 3)), 0.0)[:, None]
             yield metric_rows(replace(document_metric, name=log_name), means, units, setting=model)
         else:
@@ -221,7 +225,7 @@ def _statistic_rows(
                 ]
                 yield metric_rows(exponent_metric, nan_mean(b), setting=model)
         curve = replace(document_metric, axis=VISIBLE_KEYS_AXIS, **(reported if statistic.in_reports else {}))
-        units, n = held_out.sampling_units(fingerprint), values_by_model[model].n_visible_keys[:, :, None]
+        units, n = held_out.sampling_units(data_fingerprint), values_by_model[model].n_visible_keys[:, :, None]
         for first, last in bins:
             means = nan_mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))

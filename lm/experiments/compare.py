@@ -22,7 +22,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.evaluation.held_out import validation_sequences
 from lm.experiments.definition import SHARED_SETTINGS, Experiment, name_with_size, present_plan, read_experiment
-from lm.experiments.judging import experiment_noise_text
+from lm.experiments.judging import seed_scatter_text
 from lm.experiments.page import send_experiment_to_wandb, write_verdicts
 from lm.experiments.procedure import Procedure, Run, forget_failures, remaining_commands
 from lm.experiments.trainer import (
@@ -312,10 +312,10 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     """Yield the lines of a plan: the runs, their resources, time and settings, which differences the seeds find, and
     notes."""
     experiment, run_costs = procedure.experiment, costs_by_arm(procedure)
-    tune, primary = experiment.tune, experiment.primary
+    tune, primary = experiment.tune, experiment.primary_metric
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
     for (size, arm), run in run_costs.items():
-        resources = f"{run.parameters / 1e6:.2f} M parameters, {run.tokens / 1e6:.2f} M tokens a run"
+        resources = f"{run.n_parameters / 1e6:.2f} M parameters, {run.n_tokens / 1e6:.2f} M tokens a run"
         yield f" {name_with_size(size, arm)}: {resources}"
     tuning = f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
@@ -329,7 +329,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     if run_costs:
         tokens, flops = (
             sum(counts[size_arm] * getattr(run_cost, name) for size_arm, run_cost in run_costs.items())
-            for name in ("tokens", "flops")
+            for name in ("n_tokens", "flops")
         )
         size_words = f", {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs{growth}"
     yield f"{sum(counts.values())} runs{size_words}"
@@ -346,7 +346,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     yield f"done: {len(ended_runs)} of the {len(known_runs)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; a difference of {primary.matters:g} matters"
     yield from judgement.power_sentences(len(experiment.seeds))
-    yield from filter(None, [experiment_noise_text(judgement)])
+    yield from filter(None, [seed_scatter_text(judgement)])
     yield from procedure.notes()
     trainers = [experiment.example_config(size, arm).trainer for size, arm in experiment.size_arms]
     settings = [
@@ -359,8 +359,8 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
 class RunCost:
     """Holds the resources that one run takes."""
 
-    parameters: int  # number of the model's parameters
-    tokens: int  # number of tokens that it is trained on
+    n_parameters: int  # number of the model's parameters
+    n_tokens: int  # number of tokens that it is trained on
     flops: int  # floating-point operations of its training
 
 

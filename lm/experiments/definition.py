@@ -63,7 +63,7 @@ class Arm:
     """An arm is one of the variants that an experiment compares: the base configuration with some changes."""
 
     name: str
-    changes: dict[str, Plain]  # how the arm's configuration differs from the base
+    config_changes: dict[str, Plain]  # how the arm's configuration differs from the base
     source_arm: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
     is_trained: bool = True  # False: the swapped weights are measured without further training
@@ -110,13 +110,13 @@ class Experiment:
 
     # the file's name without its suffix; names the experiment's folder, which lies in the base configuration's `runs`
     name: str
-    base: dict[str, Plain]  # plain configuration that all arms share
+    base_config: dict[str, Plain]  # plain configuration that all arms share
     arms: tuple[Arm, ...]
     # changes of the configuration by size; an experiment without sizes has one size with an empty name
     sizes: dict[str, dict[str, Plain]]
     seeds: tuple[int, ...]
     tune: Tune
-    primary: PrimaryMetric
+    primary_metric: PrimaryMetric
     # file, overrides: the file that was read, and the `key=value` texts that change its base configuration
     file: Path
     overrides: tuple[str, ...]
@@ -140,23 +140,23 @@ class Experiment:
     @property
     def rate_choice_metric(self) -> str:
         """Return the name, in tables, of the metric by which learning rates are chosen."""
-        return SELECTION_METRIC if self.tune.metric == SELECTION_METRIC else self.primary.metric
+        return SELECTION_METRIC if self.tune.metric == SELECTION_METRIC else self.primary_metric.metric
 
     @property
     def rate_choice_sign(self) -> int:
         """Return -1 if rates are chosen by a metric of which higher values are better, else 1."""
-        return -1 if self.tune.metric == "primary" and self.primary.better == "higher" else 1
+        return -1 if self.tune.metric == "primary" and self.primary_metric.better == "higher" else 1
 
     def measured_data_text(self, metric: str, part: Literal["selection", "report"]) -> str:
         """Name the data that a metric is measured on: `all questions` for a primary metric of questions, else held-out
         text. `selection` text chooses rates, `report` text gives results."""
-        is_primary = metric == self.primary.metric
-        return "all questions" if is_primary and self.metric.units == "questions" else f"{part} text"
+        is_primary = metric == self.primary_metric.metric
+        return "all questions" if is_primary and self.declared_metric.units == "questions" else f"{part} text"
 
     @cached_property
-    def metric(self) -> Metric:
+    def declared_metric(self) -> Metric:
         """Return the primary metric as its measurement declares it."""
-        return find_metric(self.measurement_config(self.first_config), self.primary.metric)[1]
+        return find_metric(self.measurement_config(self.first_config), self.primary_metric.metric)[1]
 
     @property
     def has_documents(self) -> bool:
@@ -195,7 +195,7 @@ class Experiment:
         """Return the plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all
         other settings."""
         tuned = nest_keys({} if rate is None else {self.tune.key: rate})
-        return reduce(merge, (self.base, self.sizes[size], arm.changes, tuned, {"seed": seed}, changes))
+        return reduce(merge, (self.base_config, self.sizes[size], arm.config_changes, tuned, {"seed": seed}, changes))
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
         """Build the configuration of one run; arguments are as for `config_dict`. Runs that differ only in
@@ -250,9 +250,9 @@ class Experiment:
 
     def fill_unset_settings(self, settings: dict[str, Plain]) -> "Experiment":
         """Return the experiment with the `SHARED_SETTINGS` in `settings`, where its base does not set them."""
-        trainer = self.base.get("trainer", {})  # sizes and arms may set these keys, too
+        trainer = self.base_config.get("trainer", {})  # sizes and arms may set these keys, too
         names = (name for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings)
-        return replace(self, base=merge(self.base, {"trainer": {name: settings[name] for name in names}}))
+        return replace(self, base_config=merge(self.base_config, {"trainer": {name: settings[name] for name in names}}))
 
     def measurement_config(self, config: Config) -> Config:
         """Return `config` with the keys of `evaluate` laid over it. Raises ConfigError: the result is wrong."""
@@ -302,7 +302,7 @@ def result_deciding_keys(config_dict: dict[str, Plain]) -> dict[str, Plain]:
 def present_plan(experiment: Experiment) -> dict[str, dict]:
     """Return the present plan: keys that all verdicts depend on (`shared`), and the configuration of each arm and size
     (`arms`, by SIZE/ARM)."""
-    primary, baseline, arms = experiment.primary, experiment.arms[0], {}
+    primary, baseline, arms = experiment.primary_metric, experiment.arms[0], {}
     shared = {"seeds": sorted(experiment.seeds), "baseline": baseline.name}
     # only the plan's power depends on `spread`
     shared |= {f"primary.{key}": value for key, value in vars(primary).items() if key != "spread"}
@@ -477,7 +477,7 @@ def _parse_arm(
         changes = merge(changes, {"model": {"normalizer": normalizer}})
     # its changes are laid over its source's
     if source_name in earlier_arms and (start.step is not None or not start.train):
-        changes = merge(merge(earlier_arms[source_name].changes, {} if start.train else {"phases": []}), changes)
+        changes = merge(merge(earlier_arms[source_name].config_changes, {} if start.train else {"phases": []}), changes)
     return Arm(name, changes, "" if source is None else source_name, swap, start.train, start.step)
 
 
@@ -506,7 +506,7 @@ def _set_max_steps(experiment: Experiment) -> Experiment:
     is set. Returns the new experiment. Raises DataError: the size of the vocabulary is not known yet."""
     sizes = dict(experiment.sizes)
     for size, changes in experiment.sizes.items():
-        if flatten(merge(experiment.base, changes)).get(TOKENS_KEY) is None:
+        if flatten(merge(experiment.base_config, changes)).get(TOKENS_KEY) is None:
             continue
         with suppress(ConfigError):  # `_check_experiment` reports the error with size and arm
             config = experiment.example_config(size, experiment.arms[0])
@@ -523,7 +523,7 @@ def _set_max_steps(experiment: Experiment) -> Experiment:
 def _check_experiment(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError with all problems."""
     problems: list[Problem | str] = [] if experiment.tuning_table is None else [*_check_tuning_table(experiment)]
-    primary = experiment.primary
+    primary = experiment.primary_metric
     try:
         command_overrides("eval", experiment.evaluation_overrides)
     except ConfigError as error:
@@ -556,13 +556,13 @@ def _check_experiment(experiment: Experiment) -> None:
 def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[Problem]:
     """Check that the arms of a size differ, read the same data and are measured on the same sequences. Arms must branch
     off at checkpoints that are kept."""
-    metric, names = experiment.primary.metric, dict[str, str]()
+    metric, names = experiment.primary_metric.metric, dict[str, str]()
     baseline_sequences = _measured_sequence_options(experiment, configs[experiment.arms[0].name])
     for arm in experiment.arms:
         config, path = configs[arm.name], f"arms.{arm.name}"
         identity = f"{arm.source_arm} {arm.branch_step} {arm.swap} {arm.is_trained} {config_hash(config)}"
         if (name := names.setdefault(identity, arm.name)) != arm.name:
-            yield Problem(path, arm.changes, f"is the same as {name}", "change it, or drop it")
+            yield Problem(path, arm.config_changes, f"is the same as {name}", "change it, or drop it")
         if arm.branch_step is not None and arm.branch_step not in (
             kept := _kept_checkpoint_steps(configs[arm.source_arm])
         ):
@@ -575,12 +575,12 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
             remedy = (
                 "name a metric that all arms measure alike, such as by_length/loss, or set its options in `evaluate`"
             )
-            yield Problem(path, arm.changes, reason, remedy)
+            yield Problem(path, arm.config_changes, reason, remedy)
 
 
 def _measured_sequence_options(experiment: Experiment, config: Config) -> dict[str, Plain]:
     """Return what decides the sequences that the primary metric of a run is measured on, with the token store."""
-    metric, config = experiment.primary.metric, experiment.measurement_config(config)
+    metric, config = experiment.primary_metric.metric, experiment.measurement_config(config)
     store = {f"data.{name}": getattr(config.data, name) for name in _STORE_KEYS}
     return store | find_metric(config, metric)[0].sequence_options(config, metric)
 

@@ -67,7 +67,7 @@ class PrimaryMetric:
 class Question:
     """Says what is asked of runs: which arms are compared, by which metric, and in which design."""
 
-    primary: PrimaryMetric  # the metric, the direction that is better, and the smallest difference of interest
+    primary_metric: PrimaryMetric  # the metric, the direction that is better, and the smallest difference of interest
     arms: tuple[str, ...]  # the names of the arms, the baseline first
     seeds: tuple[Plain, ...]  # the seeds that are planned for each arm
     # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. A size has None if no
@@ -82,13 +82,13 @@ class Question:
     # whether arms have seeds of their own, so that their runs are not paired with the baseline's by seed
     unpaired_with_baseline: bool = False
     # the number that arms are compared with; `arms` then begins with its name in place of a baseline's
-    target: float | None = None
+    target_value: float | None = None
     measured_data_text: str = ""  # what means are measured on, for the heading of their column
 
     @property
     def is_paired(self) -> bool:
         """Return whether each run of an arm is compared with the baseline's run of the same seed."""
-        return not self.unpaired_with_baseline and self.target is None
+        return not self.unpaired_with_baseline and self.target_value is None
 
     @property
     def size_arms(self) -> list[SizeArm]:
@@ -147,9 +147,9 @@ class Judgement:
     unit_slices: list[slice]  # the units of each run
 
     @property
-    def primary(self) -> PrimaryMetric:
+    def primary_metric(self) -> PrimaryMetric:
         """Return the metric that decides the verdicts."""
-        return self.question.primary
+        return self.question.primary_metric
 
     @cached_property
     def _finished_mask(self) -> np.ndarray:
@@ -159,7 +159,7 @@ class Judgement:
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
         """Return the verdicts on all arms but the baseline, by size and arm."""
-        baseline, results = self.question.arms[0], judge_comparisons(self.comparisons, self.primary.matters)
+        baseline, results = self.question.arms[0], judge_comparisons(self.comparisons, self.primary_metric.matters)
         for size_arm in filter(results.__contains__, self.question.exploratory_arms):
             results[size_arm] = replace(results[size_arm], is_exploratory=True)
         # the finished runs that did not learn: their loss ends above the unigram cross-entropy
@@ -187,8 +187,8 @@ class Judgement:
         return self.run_columns["value"][self.judged_runs(size, arm)]
 
     def _comparison(self, size: str, arm: str) -> Comparison:
-        """Compare an arm of a size with the baseline: their differences by rate and seed, and what keeps the arm from a
-        verdict."""
+        """Return the comparison of an arm with the baseline in one model size: the differences between their runs by
+        learning rate and seed, and what keeps the arm from a verdict."""
         question, rates, baseline = self.question, self.question.judged_rates[size], self.question.arms[0]
         if rates is None or not {arm, baseline} <= rates.keys():
             return Comparison(
@@ -211,14 +211,14 @@ class Judgement:
             is_finished = [is_finished[0] & is_finished[1]] * 2
         sides = [runs[:, mask] for runs, mask in zip(sides, is_finished, strict=True)]
         values = [self.run_columns["value"][runs] for runs in sides]
-        if question.target is not None:
-            values[1] = np.full_like(values[1], question.target)
+        if question.target_value is not None:
+            values[1] = np.full_like(values[1], question.target_value)
         differences = _differences(*values)
         n_seeds, n_missing = differences.shape[2], max(len(mask) - mask.sum() for mask in is_finished)
         if not obstacle and n_missing:
             obstacle = _incomplete_obstacle(n_seeds, n_seeds + n_missing)
         if not obstacle and n_seeds >= MIN_SEEDS:
-            runs = chain(sides[0][place[0]], sides[1][place[1]] if question.target is None else ())
+            runs = chain(sides[0][place[0]], sides[1][place[1]] if question.target_value is None else ())
             if all(levels := dict.fromkeys(self.run_columns["unlearned"][run] for run in runs)):
                 words = f"no run of either arm is better than {', '.join(levels)}"
                 obstacle = "not learned", words, words
@@ -228,7 +228,7 @@ class Judgement:
         return Comparison(
             differences, place, sum(rate in shared_rates for rate in baseline_runs) or None,
             question.must_hold_at_all_rates,
-            higher_is_better=self.primary.better == "higher", bounds=self._bounds,
+            higher_is_better=self.primary_metric.better == "higher", value_bounds=self._value_bounds,
             unpaired_values=tuple(values) if question.unpaired_with_baseline else None,
             document_estimate=document_estimate, obstacle=obstacle,
         )  # fmt: skip
@@ -241,7 +241,7 @@ class Judgement:
         """
         baseline = self.question.arms[0]
         arm_runs = self.runs_by_arm[size, arm]
-        if self.question.target is not None:  # a run of the baseline for each of the arm, whose value is the target
+        if self.question.target_value is not None:  # the baseline has a run for each of the arm, with the target value
             return arm_runs, {None: next(iter(arm_runs.values()))}
         sources, baseline_runs = self.question.source_arms.get(arm), self.runs_by_arm[size, baseline]
         if sources is None:
@@ -282,18 +282,18 @@ class Judgement:
         if pd.isna(groups[rows.start]):
             return None
         units = [np.array([[values[self.unit_slices[run]] for run in runs] for runs in side]) for side in sides]
-        if self.question.target is not None:
-            units[1] = np.full_like(units[1], self.question.target)
+        if self.question.target_value is not None:
+            units[1] = np.full_like(units[1], self.question.target_value)
         return estimate_over_seeds_and_documents(_differences(*units), weights[rows], groups[rows])
 
     @cached_property
-    def _bounds(self) -> tuple[float, float] | None:
+    def _value_bounds(self) -> tuple[float, float] | None:
         """Return the bounds of differences, or of an arm's values where runs are unpaired. A metric counts as an
         accuracy if higher is better and all values lie within 0 and 1; other metrics have no bounds (None)."""
         finite = self.run_columns["value"][np.isfinite(self.run_columns["value"])]
-        if self.primary.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
+        if self.primary_metric.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
             return None
-        target = self.question.target
+        target = self.question.target_value
         return (
             (0.0, 1.0)
             if self.question.unpaired_with_baseline
@@ -309,7 +309,7 @@ class Judgement:
         A `target` has no entry. Means are over the seeds of `common_seeds`. A difference has an interval over seeds,
         which holds together with all others, one that holds by itself (`alone`), and one over seeds and documents.
         """
-        arms = self.question.arms[self.question.target is not None :]
+        arms = self.question.arms[self.question.target_value is not None :]
         return [self._summary_row(size, arm) for size in self.question.judged_rates for arm in arms]
 
     @cached_property
@@ -351,16 +351,18 @@ class Judgement:
         these, on the expected `primary.spread`. With fewer than MIN_SEEDS seeds a sentence says that there is no
         verdict.
         """
-        primary, margin, alpha = self.primary, self.primary.matters, self.question.comparison_alpha
+        primary, margin, alpha = self.primary_metric, self.primary_metric.matters, self.question.comparison_alpha
         if seed_count < MIN_SEEDS:
             yield f"NO VERDICT: a verdict takes {MIN_SEEDS} seeds, not {seed_count}: add seeds"
             return
-        measured = [comparison.differences for comparison in self.comparisons.values()]
+        measured = [comparison.judged_differences for comparison in self.comparisons.values()]
         measured = [differences for differences in measured if len(differences) > 1 and np.isfinite(differences).all()]
         spread, source = primary.spread, "primary.spread"
         if measured:
             # variances over seeds, from standard errors: these are 0 where values differ by rounding alone
-            variances = [len(differences) * estimate_over_seeds(differences).error ** 2 for differences in measured]
+            variances = [
+                len(differences) * estimate_over_seeds(differences).standard_error ** 2 for differences in measured
+            ]
             spread = math.sqrt(np.average(variances, weights=[len(differences) - 1 for differences in measured]))
             source = "the seeds that have ended"
         if not spread:
@@ -419,7 +421,9 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
     basis = ", ".join(filter(None, (question.measured_data_text, "common seeds" * omits_finished_runs)))
-    columns += column(f"mean {judgement.primary.metric}", [number_text(entry["mean"]) for entry in entries], basis)
+    columns += column(
+        f"mean {judgement.primary_metric.metric}", [number_text(entry["mean"]) for entry in entries], basis
+    )
     columns += column(
         f"difference to {baseline}",
         [verdict and verdict.interval for verdict in verdicts],
@@ -520,7 +524,7 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
         yield f"a difference of {needed['difference']:g} takes these seeds of each arm: {words}"
 
 
-def experiment_noise_text(judgement: Judgement) -> str:
+def seed_scatter_text(judgement: Judgement) -> str:
     """Return a sentence on how an experiment's final runs scatter, each arm at its judged rate; empty while no arm has
     two such runs."""
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]

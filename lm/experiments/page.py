@@ -16,8 +16,8 @@ from lm.experiments.judging import (
     FINISHED,
     INTERVAL_KEYS,
     Judgement,
-    experiment_noise_text,
     print_verdicts,
+    seed_scatter_text,
     summary_table,
 )
 from lm.experiments.procedure import Procedure, failed_runs
@@ -74,7 +74,8 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or
     none. Returns `Judgement.summary_rows`. Raises LMError: no run has ended, or a run's file can't be read.
     """
-    experiment, primary, run_failures = procedure.experiment, procedure.experiment.primary, failed_runs(procedure)
+    experiment, run_failures = procedure.experiment, failed_runs(procedure)
+    primary = experiment.primary_metric
     if not any(run.outcome.has_ended for run in procedure.known_runs()):
         reason, remedy = "no run of this file and these overrides has ended", "leave --report-only out to train"
         if run_failures:
@@ -94,7 +95,7 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         tuning = pd.concat(frames)
         files[experiment.folder / f"{TUNING}.csv"] = tuning.replace(math.inf, DIVERGED_KEY).to_csv(index=False).encode()
     rate_note = f", each arm at its own {experiment.tune.key}" * experiment.is_tuned
-    print_verdicts(judgement, entries, f"{with_unit(primary.metric, experiment.metric.unit)}{rate_note}")
+    print_verdicts(judgement, entries, f"{with_unit(primary.metric, experiment.declared_metric.unit)}{rate_note}")
     for note in notes:
         print(note)
     for run, failure in run_failures:
@@ -109,7 +110,7 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
 
 def send_experiment_to_wandb(procedure: Procedure, entries: list[dict[str, Plain]]) -> None:
     """Send the report of an experiment to wandb. Raises RunError as `send_report` does."""
-    experiment, primary = procedure.experiment, procedure.experiment.primary
+    experiment, primary = procedure.experiment, procedure.experiment.primary_metric
     facts = {"question": question_text(experiment), "margin": primary.matters, "primary": vars(primary)}
     facts |= {"arms": [arm.name for arm in experiment.arms], "seeds": [*experiment.seeds]}
     runs = [
@@ -132,11 +133,11 @@ def send_experiment_to_wandb(procedure: Procedure, entries: list[dict[str, Plain
 def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -> dict[Path, bytes]:
     """Return the content of each file of the report on an experiment (the page, its tables and its pictures), by path
     in `folder`. Raises LMError: run folders can't be read."""
-    experiment, entries, metric = procedure.experiment, judgement.summary_rows(), procedure.experiment.metric
+    experiment, entries, metric = procedure.experiment, judgement.summary_rows(), procedure.experiment.declared_metric
     summary = PageSection("Summary")
-    summary.add_block("note", f"Decides: {with_unit(experiment.primary.metric, metric.unit)}.")
+    summary.add_block("note", f"Decides: {with_unit(experiment.primary_metric.metric, metric.unit)}.")
     summary.add_block("note", _adjustment_text(experiment))
-    summary.add_block("note", (noise := experiment_noise_text(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
+    summary.add_block("note", (noise := seed_scatter_text(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
     failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failed_runs(procedure)]
     summary.add_block("warning", failed + procedure.notes())
     summary.add_block("table", summary_table(judgement, entries), "summary")
@@ -160,7 +161,7 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
             commands.add_block("details", run_details(run))
     margin_note = (
         "Dots and bars: effects with their intervals, which hold together. Shaded: differences below "
-        f"{experiment.primary.matters:g}, which do not matter."
+        f"{experiment.primary_metric.matters:g}, which do not matter."
     )
     words, cards = introduction(records), answer_cards(judgement)
     page = Page(experiment.name, [*sections, commands], words, question_text(experiment), cards, margin_note)
@@ -175,7 +176,7 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
     finished = {name: [run.record for run in runs if run.arm == name and run.state == "finished"] for name in names}
     arms = {name: records for name, records in finished.items() if records}
     comparison = ArmComparison(names, arms) if arms else None
-    name = experiment.primary.metric
+    name = experiment.primary_metric.metric
     titles = LOSS_TITLES if name == SELECTION_METRIC else LOSS_TITLES | {name: (name, _quantity_label(experiment))}
     tuning = PageSection(f"Learning rates{_size_suffix(size)}")
     tuning.add_block("picture", rates_picture(procedure, size), f"{_size_prefix(size)}rates")
@@ -206,14 +207,14 @@ def question_text(experiment: Experiment) -> str:
     """Phrase the question that the experiment asks about its arms and its baseline, by the primary metric."""
     baseline, *names = (arm.name for arm in experiment.arms)
     listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-    primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {listed}"
+    primary, subject = experiment.primary_metric, f"{'Does' if len(names) == 1 else 'Do'} {listed}"
     direction = f"({primary.better.capitalize()} is better.)"
     return f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? {direction}"
 
 
 def answer_cards(judgement: Judgement) -> list[VerdictCard]:
     """Return the verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
-    margin, effect_name = judgement.primary.matters, f"Difference to {judgement.question.arms[0]}"
+    margin, effect_name = judgement.primary_metric.matters, f"Difference to {judgement.question.arms[0]}"
     marks, labels = [0.0, -margin, margin], ("0", f"{-margin:+g}", f"{margin:+g}")
     intervals = [verdict.interval for verdict in judgement.verdicts.values()]
     ends = [end for interval in intervals if interval and interval.is_bounded for end in interval.as_list()] + marks
@@ -240,7 +241,7 @@ def answer_cards(judgement: Judgement) -> list[VerdictCard]:
 
 def _adjustment_text(experiment: Experiment) -> str:
     """Name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
-    arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
+    arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary_metric
     test = "Student t intervals of paired differences over seeds"
     coverage = ": all intervals hold together with 95%, and each word follows from its interval"
     caveat = "They assume that seeds scatter alike to both sides: one-sided noise of one arm is not covered"
@@ -260,7 +261,7 @@ def _adjustment_text(experiment: Experiment) -> str:
 def seeds_table(judgement: Judgement, size: str) -> Table | None:
     """Return a table of every judged run of a size: its primary metric, and the difference to the baseline's run of the
     same seed. None without runs."""
-    question, metric = judgement.question, judgement.primary.metric
+    question, metric = judgement.question, judgement.primary_metric.metric
     baseline, *arms = question.arms
     runs = {arm: judgement.judged_runs(size, arm) for arm in question.arms}
     if not any(map(len, runs.values())):
@@ -369,17 +370,19 @@ def _dots_trace(arm_index: int, label: str, points: Sequence[tuple[float, float]
 
 def _quantity_label(experiment: Experiment) -> str:
     """Return the primary metric in words."""
-    return with_unit(experiment.metric.quantity.rpartition("/")[2].replace("_", " "), experiment.metric.unit)
+    return with_unit(
+        experiment.declared_metric.quantity.rpartition("/")[2].replace("_", " "), experiment.declared_metric.unit
+    )
 
 
 def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture | None:
     """Return a picture of differences to the baseline with their intervals, by arm, or by size if there are several
     sizes; None without runs."""
     names, sizes, traces = judgement.question.arms, [*judgement.question.judged_rates], []
-    by_size, margin = len(sizes) > 1, judgement.primary.matters
+    by_size, margin = len(sizes) > 1, judgement.primary_metric.matters
     x_labels = sizes if by_size else names[1:]
     for (size, arm), verdict in judgement.verdicts.items():
-        differences, index = judgement.comparisons[size, arm].differences, names.index(arm)
+        differences, index = judgement.comparisons[size, arm].judged_differences, names.index(arm)
         x = sizes.index(size) + 0.16 * (index - len(names) / 2) if by_size else float(index - 1)
         label = ", ".join(filter(None, (size, arm)))
         if len(differences):
@@ -390,7 +393,9 @@ def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture
     if not traces:
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
-    label = f"{_quantity_label(experiment)}, {experiment.measured_data_text(experiment.primary.metric, 'report')}"
+    label = (
+        f"{_quantity_label(experiment)}, {experiment.measured_data_text(experiment.primary_metric.metric, 'report')}"
+    )
     panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), has_zero_line=True, margin=margin)
     rates_part = " and rates" * any(len(rates) > 1 for rates in judgement.runs_by_arm.values())
     caption = (

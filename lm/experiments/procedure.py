@@ -49,11 +49,11 @@ class Run:
     evaluation_overrides: Sequence[str] = ()  # `KEY=VALUE` arguments of the evaluation after training
 
     @property
-    def packages(self) -> set[str]:
+    def plugin_packages(self) -> set[str]:
         """Return the packages of the plugins (code from outside lm) that the run and its source need."""
         return {
             *(top_level_package(name) for name in self.config.normalizer_names if ":" in name),
-            *(self.source_run.packages if self.source_run else ()),
+            *(self.source_run.plugin_packages if self.source_run else ()),
         }
 
     @property
@@ -108,7 +108,7 @@ class Procedure:
         self._arms = {arm.name: arm for arm in experiment.arms}
         self._ended_outcomes: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
-        self._choices: dict[str, RateChoice] = {}
+        self._rate_choices: dict[str, RateChoice] = {}
 
     def make_run(
         self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]
@@ -130,7 +130,7 @@ class Procedure:
             outcome = source.outcome
         elif outcome is None:
             last_step = config.trainer.max_steps if arm.is_trained else source.outcome.last_step
-            metric, evaluations = experiment.primary.metric, experiment.due_evaluations(size, arm, config)
+            metric, evaluations = experiment.primary_metric.metric, experiment.due_evaluations(size, arm, config)
             outcome = self._read_outcome(config.run_folder, last_step, metric, *evaluations)
             if outcome.has_ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
@@ -144,8 +144,8 @@ class Procedure:
         An arm that starts from another arm's weights is tuned after that arm, as its runs start from that arm's runs at
         its judged rate.
         """
-        if size in self._choices:
-            return self._choices[size]
+        if size in self._rate_choices:
+            return self._rate_choices[size]
         runs: dict[str, dict[Rate, list[Run]]] = {}
         rates: dict[str, Rate | None] = {}
         rates_of_final_runs: dict[str, tuple[Rate | None, ...]] = {}
@@ -168,7 +168,7 @@ class Procedure:
                 rates |= {arm.name: rates[arm.source_arm]} if not arm.is_tuned and arm.source_arm in rates else {}
             if best_rates is None:
                 return RateChoice(runs, rates_of_final_runs, rates if depth == depths[-1] else None)
-        return self._choices.setdefault(size, RateChoice(runs, rates_of_final_runs, rates))
+        return self._rate_choices.setdefault(size, RateChoice(runs, rates_of_final_runs, rates))
 
     def _tuned_rates(
         self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]
@@ -244,7 +244,7 @@ class Procedure:
         the data that choose rates. A mean is infinite if the run diverged, and missing if the run has not ended or did
         not measure the metric.
         """
-        experiment, metrics = self.experiment, dict.fromkeys((SELECTION_METRIC, self.experiment.primary.metric))
+        experiment, metrics = self.experiment, dict.fromkeys((SELECTION_METRIC, self.experiment.primary_metric.metric))
         names = {arm.name: place for place, arm in enumerate(experiment.arms)}
         if experiment.tuning_table is not None:
             table = experiment.tuning_table[
@@ -314,25 +314,29 @@ class Procedure:
         for size in experiment.sizes:
             by_arm = self.final_runs_by_rate(size)
             runs = [run for by_rate in by_arm.values() for run in chain(*by_rate.values())]
-            check_comparable(runs, experiment.primary.metric)
+            check_comparable(runs, experiment.primary_metric.metric)
             blocks += map(self._run_rows, runs)
         question = Question(
-            experiment.primary,
+            experiment.primary_metric,
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.rate_choice(size).judged_rates for size in experiment.sizes},
-            must_hold_at_all_rates=experiment.primary.metric != experiment.rate_choice_metric,
+            must_hold_at_all_rates=experiment.primary_metric.metric != experiment.rate_choice_metric,
             source_arms={arm.name: self.source_arms(arm) for arm in experiment.arms if arm.source_arm},
             exploratory_arms=self.exploratory_arms,
             rate_heading=experiment.tune.key,
-            measured_data_text=experiment.measured_data_text(experiment.primary.metric, "report"),
+            measured_data_text=experiment.measured_data_text(experiment.primary_metric.metric, "report"),
         )
         return judge(pd.concat(blocks) if blocks else pd.DataFrame(columns=JUDGED_COLUMNS), question)
 
     def _run_rows(self, run: Run) -> pd.DataFrame:
         """Return the rows of a run for `judge`, by sequence, on the held-out documents for reports. There is a single
         row if the run has not finished, or if its sequences are not from documents."""
-        outcome, metric, has_finished = run.outcome, self.experiment.primary.metric, run.outcome.state == "finished"
+        outcome, metric, has_finished = (
+            run.outcome,
+            self.experiment.primary_metric.metric,
+            run.outcome.state == "finished",
+        )
         units = pd.DataFrame({"value": [outcome.mean(metric, for_selection=False)], "weight": 1.0, "group": None})
         if has_finished and self.experiment.has_documents:
             measured = units_of_split(outcome.metric_values(metric), "reports")
@@ -490,7 +494,7 @@ def remaining_commands(run: Run) -> list[list[str]]:
     if run.outcome.has_ended:
         return []
     config, folder, outcome, arguments = run.config, run.config.run_folder, run.outcome, []
-    plugins = [f"--allow-plugin={package}" for package in sorted(run.packages)]
+    plugins = [f"--allow-plugin={package}" for package in sorted(run.plugin_packages)]
     swapped_folder = Path(config.init_from) if run.is_trained else folder
     if run.swap and not (swapped_folder / CONFIG_FILE).exists():
         # `name` and `init` are options of the command; without the labels lm.results has the source's arm

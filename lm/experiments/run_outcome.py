@@ -54,7 +54,7 @@ class Outcome:
 
     folder: Path
     last_step: int
-    metric: str
+    primary_metric_name: str
     # kinds of evaluation that are scheduled at `last_step`, without validation
     scheduled_evaluations: Collection[str] = ()
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations
@@ -104,7 +104,7 @@ class Outcome:
             self.is_trained
             and self.has_all_evaluations
             and self.has_required_evaluations
-            and len(self.metric_values(self.metric))
+            and len(self.metric_values(self.primary_metric_name))
         )
         return "finished" if is_finished else "unfinished"
 
@@ -129,7 +129,7 @@ class Outcome:
     def unlearned_level_text(self) -> str:
         """Return, in words, the reference level that the metric at the last step is not better than (`is_unlearned`):
         chance or the unigram cross-entropy. Empty if the metric is better, or if no level is known."""
-        units = self.metric_values(self.metric)
+        units = self.metric_values(self.primary_metric_name)
         about = units["about"].iloc[0] if len(units) else Metric()
         name, level = chance_level(about)
         if not name or about.better == "none":
@@ -180,7 +180,7 @@ class Outcome:
         Without such options, the metric must have been measured with the run's own options, or not at all.
         """
         if not self.required_eval_options:
-            measurement = self.evaluation_of(self.metric)
+            measurement = self.evaluation_of(self.primary_metric_name)
             return measurement is None or self._has_run_eval_options(measurement)
         asked = {evaluation.kind: evaluation.asked for evaluation in self.last_evaluations}
         return self.required_eval_options.items() <= asked.items()

@@ -90,7 +90,9 @@ def judge_table(
         order.append(frame[name].map({value: place for place, value in enumerate(values)}))
     frame = frame.assign(unlearned=_unlearned_level_texts(frame, primary.better)).iloc[np.lexsort(order)]
     rates = dict.fromkeys(sizes, dict.fromkeys(arms))
-    return judge(frame, Question(primary, arms, tuple(seeds), rates, unpaired_with_baseline=unpaired, target=target))
+    return judge(
+        frame, Question(primary, arms, tuple(seeds), rates, unpaired_with_baseline=unpaired, target_value=target)
+    )
 
 
 def table_noise(
@@ -99,9 +101,9 @@ def table_noise(
     """Measure the noise of the runs of a table, on the lines that satisfy `condition`. `source` names the table in
     errors.
 
-    Runs that have not finished don't count. `arm` and `seed` name columns. `difference`: a difference for which the
-    seeds that detect it are counted, too; None: no difference. Raises RunError: the table is wrong, or no arm has two
-    finished runs.
+    Runs that have not finished don't count. `arm` and `seed` name columns. If `difference` is a number, the result also
+    says how many seeds of each arm detect a difference that large. Raises RunError: the table is wrong, or no arm has
+    two finished runs.
     """
     rows, primary = read_runs(table, source, PrimaryMetric(metric), None, condition, (), arm, seed, False)
     rows = rows.query("state == 'finished'")

@@ -460,7 +460,7 @@ class ExperimentTrainer:
         the run, the last line of its log, or the measurement that is missing. Raises RunError: no run measures the
         primary metric."""
         log, folder = run.log_file(), run.config.run_folder
-        metric = self.procedure.experiment.primary.metric
+        metric = self.procedure.experiment.primary_metric.metric
         if status < 0:
             reason = f"killed by {signal.Signals(-status).name}" + " (out of memory?)" * (status == -signal.SIGKILL)
         elif status:
@@ -481,7 +481,7 @@ class ExperimentTrainer:
         Both are measured on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return
         `finished` if no such document is left."""
         experiment = self.procedure.experiment
-        name = experiment.rate_choice_metric if run.stage == "tune" else experiment.primary.metric
+        name = experiment.rate_choice_metric if run.stage == "tune" else experiment.primary_metric.metric
         try:
             value = number_text(outcome.mean(name, for_selection=True))
         except NoDocuments:  # a line on progress must not end the experiment

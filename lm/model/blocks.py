@@ -260,7 +260,7 @@ class Attention(AttentionBase):
         n_queries = config.n_head * (2 if config.differential == "v2" else 1)
         self.n_head, self.head_counts = config.n_head, (n_queries, config.kv_heads, config.kv_heads)
         q_width, k_width, v_width = (n * config.value_dims for n in self.head_counts)
-        self.fused_rows = {"qkv": {"q": q_width, "k": k_width, "v": v_width}}
+        self.fused_row_counts = {"qkv": {"q": q_width, "k": k_width, "v": v_width}}
         self.qkv = UninitialisedLinear(config.n_embd, q_width + k_width + v_width, bias=config.has_qkv_bias)
         width = config.n_head * config.value_dims
         self.out = UninitialisedLinear(width, config.n_embd, bias=config.bias)
@@ -279,7 +279,7 @@ class Attention(AttentionBase):
 
     def project_values(self, x: Tensor) -> Tensor:
         """Project the layer's input x (B, T, C) to its values (B, K, T, E)."""
-        n_rows = self.fused_rows["qkv"]["v"]
+        n_rows = self.fused_row_counts["qkv"]["v"]
         bias = None if self.qkv.bias is None else self.qkv.bias[-n_rows:]
         return F.linear(x, self.qkv.weight[-n_rows:], bias).unflatten(-1, (self.head_counts[2], -1)).transpose(1, 2)
 
@@ -383,14 +383,14 @@ class GAU(AttentionBase):
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
         e, s = config.value_dims, config.key_dims
-        self.fused_rows = {"uvz": {"u": e, "v": e, "z": s}}
+        self.fused_row_counts = {"uvz": {"u": e, "v": e, "z": s}}
         self.uvz = UninitialisedLinear(config.n_embd, 2 * e + s, bias=config.bias)
         self.q_gain, self.q_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
         self.k_gain, self.k_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
         self.out = UninitialisedLinear(e, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        u, v, z = F.silu(self.uvz(x)).split(list(self.fused_rows["uvz"].values()), -1)
+        u, v, z = F.silu(self.uvz(x)).split(list(self.fused_row_counts["uvz"].values()), -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
         return self.out(
             context.select_output_tokens(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context)
@@ -420,7 +420,7 @@ class MLP(nn.Module):
         super().__init__()
         hidden_width, is_gated = config.mlp_width, config.mlp == "swiglu"
         self.activation = ACTIVATIONS[config.mlp]
-        self.fused_rows = {"up": {"gate": hidden_width, "value": hidden_width}} if is_gated else {}
+        self.fused_row_counts = {"up": {"gate": hidden_width, "value": hidden_width}} if is_gated else {}
         self.up = UninitialisedLinear(
             config.n_embd, 2 * hidden_width if is_gated else hidden_width, bias=config.has_mlp_bias
         )

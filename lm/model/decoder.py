@@ -158,7 +158,7 @@ class Decoder(nn.Module):
             rotation = rope_rotation(
                 layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths
             )
-        score_factor = self.rope_scaling.score_factor(self.rope_scaling.scaling_factor(*lengths))
+        score_factor = self.rope_scaling.score_factor(self.rope_scaling.length_ratio(*lengths))
         x, first_layer_values = self.dropout(x), None
         if self.config.value_residual:
             first_layer_values = self.blocks[0].attention.project_values(self.blocks[0].attention_norm(x))
@@ -238,12 +238,12 @@ def projection_rows(decoder: Decoder) -> dict[str, dict[str, slice]]:
     """Return the rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows,
     "k": rows, "v": rows}.
 
-    Optimizers use these rows to treat projections separately. A module's `fused_rows` is {linear layer: {projection:
-    number of rows}}, in the order of rows.
+    Optimizers use these rows to treat projections separately. A module's `fused_row_counts` is {linear layer:
+    {projection: number of rows}}, in the order of rows.
     """
     matrix_rows = {}
     for name, module in decoder.named_modules():
-        for layer, sizes in getattr(module, "fused_rows", {}).items():
+        for layer, sizes in getattr(module, "fused_row_counts", {}).items():
             row_ends = accumulate(sizes.values())
             matrix_rows[f"{name}.{layer}.weight"] = {
                 part: slice(end - sizes[part], end) for part, end in zip(sizes, row_ends, strict=True)

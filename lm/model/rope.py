@@ -40,7 +40,7 @@ def frequencies(
     pairs = torch.arange(rope.rotated_dimensions(head_size) // 2, dtype=torch.float64, device=device)
     if rope.partial:  # the rotated dimensions are as a head of their own
         head_size = rope.rotated_dimensions(head_size)
-    s = scaling.scaling_factor(train_length, length)
+    s = scaling.length_ratio(train_length, length)
     theta = scaling.scaled_theta(rope.theta, head_size, s)
     radians = rope.scaling.rescaled_frequencies(theta ** (-2 * pairs / head_size), theta, head_size)
     return scaling.scaled_frequencies(radians, train_length * radians / (2 * math.pi), s)

@@ -163,7 +163,7 @@ def _result_table(title: str, rows: pd.DataFrame) -> Table:
     return Table(title, "", tuple(columns))
 
 
-def results_bytes(results: list[EvaluationResult], path: Path) -> bytes:
+def results_file_content(results: list[EvaluationResult], path: Path) -> bytes:
     """Return the content of the result file `path`, CSV or JSON by the suffix, with a row or object for each number."""
     lines = []
     for result in results:

@@ -58,10 +58,10 @@ class Estimate:
     values above 0.
     """
 
-    # mean, error, degrees: (...,) means, their standard errors, and degrees of freedom of Student's t
+    # (...,) each: means, their standard errors, and degrees of freedom of Student's t
     mean: np.ndarray
-    error: np.ndarray
-    degrees: np.ndarray
+    standard_error: np.ndarray
+    degrees_of_freedom: np.ndarray
     noise_source: str  # the units whose noise the intervals cover, as in `Interval`
     # other estimates of the same means: intervals of this estimate are at least as long as the intervals of each of
     # them
@@ -74,8 +74,12 @@ class Estimate:
         For a sample of equal values the result is 0. It is infinite if such a sample has too few values for the
         sign-flip test to reach a two-sided p of `alpha`.
         """
-        exact_half = np.where(0.5 ** (self.degrees + 1) <= alpha / 2, 0.0, np.inf)
-        half = np.where(self.error == 0, exact_half, scipy.special.stdtrit(self.degrees, 1 - alpha / 2) * self.error)
+        exact_half = np.where(0.5 ** (self.degrees_of_freedom + 1) <= alpha / 2, 0.0, np.inf)
+        half = np.where(
+            self.standard_error == 0,
+            exact_half,
+            scipy.special.stdtrit(self.degrees_of_freedom, 1 - alpha / 2) * self.standard_error,
+        )
         return np.maximum.reduce([half, *(floor.half_width(alpha) for floor in self.minimum_width_estimates)])
 
     def p(self, sign: int) -> np.ndarray:
@@ -86,9 +90,13 @@ class Estimate:
         (`sign` -1).
         """
         distance = sign * self.mean
-        exact_p = np.where(distance < 0, 0.5 ** (self.degrees + 1), 1.0)
+        exact_p = np.where(distance < 0, 0.5 ** (self.degrees_of_freedom + 1), 1.0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.error == 0, exact_p, scipy.special.stdtr(self.degrees, distance / self.error))
+            return np.where(
+                self.standard_error == 0,
+                exact_p,
+                scipy.special.stdtr(self.degrees_of_freedom, distance / self.standard_error),
+            )
 
     def interval(self) -> Interval:
         """Return the interval of the mean of a single sample."""
@@ -216,10 +224,15 @@ def welch_estimate(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
         The estimate at each pair of rates, (..., the arm's rates, the baseline's rates).
     """
     arm, baseline = estimate_over_seeds(values[..., None, :]), estimate_over_seeds(baseline_values[..., None, :, :])
-    variances, counts = (arm.error**2, baseline.error**2), (values.shape[-1], baseline_values.shape[-1])
+    variances, counts = (
+        (arm.standard_error**2, baseline.standard_error**2),
+        (values.shape[-1], baseline_values.shape[-1]),
+    )
     variance = variances[0] + variances[1]
     with np.errstate(invalid="ignore", divide="ignore"):
-        degrees = variance**2 / (variances[0] ** 2 / arm.degrees + variances[1] ** 2 / baseline.degrees)
+        degrees = variance**2 / (
+            variances[0] ** 2 / arm.degrees_of_freedom + variances[1] ** 2 / baseline.degrees_of_freedom
+        )
     degrees = np.where(variance == 0, math.log2(math.comb(sum(counts), counts[0])) - 1, degrees)
     noise_source = f"{counts[0]} and {counts[1]} seeds, unpaired"
     return Estimate(arm.mean - baseline.mean, np.sqrt(variance), degrees, noise_source)

@@ -68,7 +68,7 @@ class Comparison:
     higher_is_better: bool = False
     # the least and the greatest possible value: of a difference, or of an arm's runs where they are not paired. None:
     # values have no such bounds
-    bounds: tuple[float, float] | None = None
+    value_bounds: tuple[float, float] | None = None
     # values of the arm, (its rates, its seeds), and of the baseline, where their runs are not paired. The pairs in
     # `metric_differences` are then arbitrary, and as many as the smaller number of seeds
     unpaired_values: IntervalEnds | None = None
@@ -83,7 +83,7 @@ class Comparison:
         return np.array(self.metric_differences, dtype=float, order="C", ndmin=3)  # sums depend on the order
 
     @property
-    def differences(self) -> np.ndarray:
+    def judged_differences(self) -> np.ndarray:
         """Return each seed's difference between arm and baseline at the rates of `judged_rate_pair`, (seeds,)."""
         return self.differences_by_rate[(..., *self.judged_rate_pair, slice(None))]
 
@@ -93,7 +93,7 @@ class Comparison:
         return self.differences_by_rate.shape[-3:-1]
 
     @cached_property
-    def estimates(self) -> Estimate:
+    def difference_estimates(self) -> Estimate:
         """Return the mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
         return (
             estimate_over_seeds(self.differences_by_rate)
@@ -101,22 +101,26 @@ class Comparison:
             else welch_estimate(*self.unpaired_values)
         )
 
-    def interval_ends(self, alpha: float = ALPHA, estimates: Estimate | None = None) -> IntervalEnds:
+    def interval_ends(self, alpha: float = ALPHA, difference_estimates: Estimate | None = None) -> IntervalEnds:
         """Return the ends of the interval of the difference between arms at their best rates, which misses the true
         difference with probability `alpha`. This interval contains the interval at the one pair of rates
         `judged_rate_pair`. Ends that depend on a NaN are NaN.
 
-        estimates: of the differences at each pair of rates, (the arm's rates, the baseline's rates), such as estimates
-        over seeds and documents; None: over seeds.
+        difference_estimates: of the differences at each pair of rates, (the arm's rates, the baseline's rates), such as
+        estimates over seeds and documents; None: over seeds.
         """
-        estimates = estimates or self.estimates
+        estimates = difference_estimates or self.difference_estimates
         low, high = self._ends_at_best_rates(lambda alpha: self._student_t_ends(estimates, alpha), alpha)
-        if not self.bounds:
+        if not self.value_bounds:
             return low, high
         # That there is a difference rests on Student's t. That there is none above a margin takes enough seeds to see
         # an arm that fails in some of them: an end that doesn't leave out 0 reaches as far as `_bounded_metric_ends`.
         # It may miss with the whole `alpha`, as the truth is on one side.
-        least, greatest = self.bounds if self.unpaired_values is None else (-np.ptp(self.bounds), np.ptp(self.bounds))
+        least, greatest = (
+            self.value_bounds
+            if self.unpaired_values is None
+            else (-np.ptp(self.value_bounds), np.ptp(self.value_bounds))
+        )
         bounded_low, bounded_high = self._ends_at_best_rates(self._bounded_metric_ends, alpha)
         low = np.where(low > 0, low, np.maximum(np.minimum(low, bounded_low), least))
         return low, np.where(high < 0, high, np.minimum(np.maximum(high, bounded_high), greatest))
@@ -149,7 +153,7 @@ class Comparison:
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half
-        if self.bounds and (is_tied := estimates.error == 0).any():
+        if self.value_bounds and (is_tied := estimates.standard_error == 0).any():
             # half as large a tail as that of an end on the far side of 0
             (bounded_low, bounded_high), without_0 = self._bounded_metric_ends(alpha / 2), half == 0
             near_low, near_high = np.maximum(bounded_low, _JUST_ABOVE_0), np.minimum(bounded_high, -_JUST_ABOVE_0)
@@ -162,9 +166,9 @@ class Comparison:
         """Return the ends of the interval of each mean of a bounded metric, at each pair of rates. They hold for any
         distribution; either end misses the true mean with probability `alpha`."""
         if self.unpaired_values is None:
-            return bounded_mean_ends(self.differences_by_rate, *self.bounds, alpha)
+            return bounded_mean_ends(self.differences_by_rate, *self.value_bounds, alpha)
         (low, high), (base_low, base_high) = (
-            bounded_mean_ends(values, *self.bounds, alpha / 2) for values in self.unpaired_values
+            bounded_mean_ends(values, *self.value_bounds, alpha / 2) for values in self.unpaired_values
         )
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
@@ -174,9 +178,9 @@ class Comparison:
 
         With this number of seeds, (1 - margin)^seeds of an accuracy is at most `alpha`; for unpaired runs, half of
         `alpha`."""
-        if self.bounds is None:
+        if self.value_bounds is None:
             return 0
-        reach, tail = (max(map(abs, self.bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
+        reach, tail = (max(map(abs, self.value_bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
         return 0 if margin >= reach else math.floor(math.log(tail) / math.log1p(-margin / reach)) + 1
 
     @property
@@ -193,8 +197,10 @@ class Comparison:
             return np.maximum(p[(..., *judged_rate_pair)], combine_over_rates(corrected_p, self.must_hold_at_all_rates))
 
         sign = -1 if self.higher_is_better else 1
-        p_better = claim_p(self.estimates.p(sign), self.judged_rate_pair, None)
-        p_worse = claim_p(self.estimates.p(-sign).swapaxes(-1, -2), self.judged_rate_pair[::-1], self.n_shared_rates)
+        p_better = claim_p(self.difference_estimates.p(sign), self.judged_rate_pair, None)
+        p_worse = claim_p(
+            self.difference_estimates.p(-sign).swapaxes(-1, -2), self.judged_rate_pair[::-1], self.n_shared_rates
+        )
         return np.minimum(1.0, 2 * np.minimum(p_better, p_worse))
 
 
@@ -286,7 +292,7 @@ def stack_comparisons(comparisons: Mapping[ArmName, Comparison]) -> list[Compari
             comparison.must_hold_at_all_rates,
             comparison.higher_is_better,
         )
-        stacks[shapes, design, comparison.bounds][name] = comparison
+        stacks[shapes, design, comparison.value_bounds][name] = comparison
     results = []
     for members in stacks.values():
         first = next(iter(members.values()))
@@ -308,7 +314,7 @@ def comparison_family(stacks: Iterable[ComparisonStack]) -> Family:
     paired, unpaired, count = defaultdict[int, list[np.ndarray]](list), defaultdict[bytes, list[tuple]](list), 0
     for stack, members in stacks:
         count += len(members)
-        differences = stack.differences
+        differences = stack.judged_differences
         if stack.rate_counts != (1, 1) or differences.shape[1] < MIN_SEEDS:
             continue
         is_testable = np.isfinite(differences).all(1) & [member.obstacle is None for member in members.values()]
@@ -317,7 +323,7 @@ def comparison_family(stacks: Iterable[ComparisonStack]) -> Family:
             continue
         arm, baseline = (values[:, 0].var(1, ddof=1) / values.shape[2] for values in stack.unpaired_values)
         for place in np.flatnonzero(is_testable):
-            row = arm[place], baseline[place], stack.estimates.degrees[place, 0, 0]
+            row = arm[place], baseline[place], stack.difference_estimates.degrees_of_freedom[place, 0, 0]
             unpaired[stack.unpaired_values[1][place].tobytes()].append(row)
     joined = {seeds: np.concatenate(arrays) for seeds, arrays in paired.items()}
     groups = [(len(rows), seeds - 1, mean_correlation(rows)) for seeds, rows in joined.items() if len(rows) > 1]
@@ -338,9 +344,19 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     rows, source = [[math.nan] * 8] * len(members), ""
     if seeds > 1:
-        estimates, pair, source = stack.estimates, (..., *stack.judged_rate_pair), stack.estimates.noise_source
+        estimates, pair, source = (
+            stack.difference_estimates,
+            (..., *stack.judged_rate_pair),
+            stack.difference_estimates.noise_source,
+        )
         ends = *stack.interval_ends(family.comparison_alpha), *stack.interval_ends()
-        columns = estimates.mean[pair], *ends, family.joint_p(stack.p), estimates.error[pair], estimates.degrees[pair]
+        columns = (
+            estimates.mean[pair],
+            *ends,
+            family.joint_p(stack.p),
+            estimates.standard_error[pair],
+            estimates.degrees_of_freedom[pair],
+        )
         rows = zip(*(column.tolist() for column in columns), strict=True)
     all_finite = np.isfinite(stack.differences_by_rate).all((1, 2, 3)).tolist()
     for member, row, is_finite in zip(members, rows, all_finite, strict=True):
@@ -403,7 +419,7 @@ def _kind_and_reason(
         return "better" if is_better else "worse", f"{finding} {test}", ""
     if is_within:
         reason = f"the interval holds 0 and lies within {margin:g}{method}"
-        return "no difference above margin", f"{reason}{'' if stack.bounds else assumption}", ""
+        return "no difference above margin", f"{reason}{'' if stack.value_bounds else assumption}", ""
     if is_tied and not interval.is_bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"

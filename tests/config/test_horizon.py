@@ -92,7 +92,7 @@ def test_arms_of_a_size_train_as_long_as_its_baseline(arguments: list[str], tmp_
         for size in sizes
     }
     assert steps == {"short": [12, 12], "long": [23, 23], "given": [5, 5]}
-    assert [cost.tokens for cost in costs_by_arm(Procedure(settings)).values()] == [
+    assert [cost.n_tokens for cost in costs_by_arm(Procedure(settings)).values()] == [
         256 * n_steps for size in sizes for n_steps in steps[size]
     ]
 

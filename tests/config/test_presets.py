@@ -70,10 +70,10 @@ def test_a_base_is_a_file_beside_its_heir_else_a_preset(tmp_path, monkeypatch, b
     primary = "primary: {metric: recall/mqar 2048, better: higher}"
     (folder / "asked.yaml").write_text(f"base: {base}\narms: {{a: {{}}, b: {{model.normalizer: ssmax}}}}\n{primary}\n")
     assert load_config(["mine/run.yaml"]).data.seq_len == load_config(["recall"]).data.seq_len == 64
-    assert read_experiment(folder / "asked.yaml", []).base == read_experiment(Path("recall"), []).base
+    assert read_experiment(folder / "asked.yaml", []).base_config == read_experiment(Path("recall"), []).base_config
     (neighbour := folder / base).parent.mkdir(exist_ok=True)
     neighbour.write_text(f"base: {presets.folder() / 'recall.yaml'}\ndata: {{seq_len: 128}}\n")
-    assert read_experiment(folder / "asked.yaml", []).base["data"]["seq_len"] == 128
+    assert read_experiment(folder / "asked.yaml", []).base_config["data"]["seq_len"] == 128
     (folder / "run.yaml").write_text("base: recal\n")
     with pytest.raises(ConfigError, match=r"recal: no such configuration file \(a base of run\.yaml\)"):
         load_config(["mine/run.yaml"])

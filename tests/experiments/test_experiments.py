@@ -183,7 +183,7 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
     trainer_that_calls(procedure, here).train_all()
     outcome = next(iter(procedure.known_runs())).outcome
     assert outcome.state == "finished"
-    assert replace(outcome, metric="needle/exact").state == "unfinished"
+    assert replace(outcome, primary_metric_name="needle/exact").state == "unfinished"
     long_context = evaluation_path(outcome.folder, "long_context", outcome.last_step)
     long_context.unlink()
     assert replace(outcome).state == "unfinished", "killed after the validation"

@@ -122,7 +122,7 @@ def test_bounded_ends_of_agreeing_seeds_are_where_a_failure_can_be_missed():
 
 
 def accuracy(values: list[float]) -> Comparison:
-    return Comparison(values, higher_is_better=True, bounds=(-1.0, 1.0))
+    return Comparison(values, higher_is_better=True, value_bounds=(-1.0, 1.0))
 
 
 def test_equivalence_of_accuracies_takes_seeds_enough_to_see_one_fail():
@@ -152,7 +152,9 @@ def test_seeds_that_agree_on_a_large_difference_leave_out_0_and_no_more():
 @pytest.mark.parametrize("seeds", [5, 11])
 def test_unpaired_accuracies_take_twice_the_care_as_either_arm_may_fail(seeds: int):
     arm = np.ones((1, seeds))
-    comparison = Comparison([[[0.0] * seeds]], higher_is_better=True, unpaired_values=(arm, arm), bounds=(0.0, 1.0))
+    comparison = Comparison(
+        [[[0.0] * seeds]], higher_is_better=True, unpaired_values=(arm, arm), value_bounds=(0.0, 1.0)
+    )
     verdict = judge_comparisons({"a": comparison}, 0.25)["a"]
     end = 1 - 0.025 ** (1 / seeds)
     assert verdict.interval.as_list() == pytest.approx([0, -end, end], abs=1e-7)

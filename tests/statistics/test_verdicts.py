@@ -170,19 +170,19 @@ def unpaired(values: list[float]) -> Comparison:
     """The comparison of a half of the values with the other half, brought into 0 and 1."""
     arm, baseline = (np.array([values[part]]) + 0.5 for part in (slice(0, None, 2), slice(1, None, 2)))
     count = min(arm.shape[1], baseline.shape[1])
-    return Comparison(arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), bounds=(0.0, 1.0))
+    return Comparison(arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), value_bounds=(0.0, 1.0))
 
 
 @settings(deadline=None)  # quadratures
-@given(families(), st.sampled_from([Comparison, partial(Comparison, bounds=(-1.0, 1.0)), unpaired]))
+@given(families(), st.sampled_from([Comparison, partial(Comparison, value_bounds=(-1.0, 1.0)), unpaired]))
 def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], compare: Callable):
     comparisons = {number: compare(values * 2) for number, values in enumerate(family)}
     found_verdicts = judge_comparisons(comparisons, MATTERS)
     for verdict in found_verdicts.values():
         low, high = verdict.interval.low, verdict.interval.high
         without_0, is_within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
-        assert low < high or comparisons[0].bounds is None, "an interval of an accuracy has a length"
-        assert comparisons[0].bounds is None or -1 <= low <= high <= 1
+        assert low < high or comparisons[0].value_bounds is None, "an interval of an accuracy has a length"
+        assert comparisons[0].value_bounds is None or -1 <= low <= high <= 1
         expected = {
             (True, True): ("difference below margin",), (True, False): ("better", "worse"),
             (False, True): ("no difference above margin",), (False, False): ("undecided",),
