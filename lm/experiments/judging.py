@@ -187,8 +187,8 @@ class Judgement:
         return self.run_columns["value"][self.judged_runs(size, arm)]
 
     def _comparison(self, size: str, arm: str) -> Comparison:
-        """Return the comparison of an arm with the baseline in one model size: the differences between their runs by
-        learning rate and seed, and what keeps the arm from a verdict."""
+        """Return the comparison of an arm with the baseline in one model size. It holds the differences between their
+        runs by learning rate and seed, and what keeps the arm from a verdict."""
         question, rates, baseline = self.question, self.question.judged_rates[size], self.question.arms[0]
         if rates is None or not {arm, baseline} <= rates.keys():
             return Comparison(

@@ -137,8 +137,8 @@ def read_metrics(run: Path) -> list[dict[str, Plain]]:
 
 
 def truncate_metrics(run: Path, step: int) -> None:
-    """Delete the lines of metrics.jsonl that a run resumed at `step` writes anew: lines of later steps, and the line of
-    `step` on the effect of a swap of the normalizer between two phases of training."""
+    """Delete the lines of metrics.jsonl that a run resumed at `step` writes anew. These are the lines of later steps,
+    and the line of `step` on the effect of swapping the normalizer between two phases of training."""
     if (run / METRICS_FILE).exists():
         lines = [line for line in read_metrics(run) if line["step"] <= step - ("swap/kl" in line)]
         write_text(run / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
