@@ -42,12 +42,8 @@ _STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
 # configuration keys that the experiment sets in each run
 _KEYS_SET_PER_RUN = ("seed", "data.seed", "name")
 _KEYS_SET_PER_RUN += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
-_RESERVED_FOLDERS = (
-    "logs",
-    "report",
-    SWAPPED_FOLDER,
-    "workers",
-)  # folders beside those of sizes, which have other names
+# folders beside those of sizes, which have other names
+_RESERVED_FOLDERS = "logs", "report", SWAPPED_FOLDER, "workers"
 
 
 @dataclass(frozen=True)
@@ -192,8 +188,7 @@ class Experiment:
     def config_dict(
         self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]
     ) -> dict[str, Plain]:
-        """Return the plain configuration of one run; `rate` is the value of the tuned key, and `changes` override all
-        other settings."""
+        """Return one run's plain configuration; `rate` is the tuned key's value, and `changes` override the rest."""
         tuned = nest_keys({} if rate is None else {self.tune.key: rate})
         return reduce(merge, (self.base_config, self.sizes[size], arm.config_changes, tuned, {"seed": seed}, changes))
 
@@ -438,10 +433,8 @@ def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]
                 yield Problem(f"{start}{path}", value, "is set by the experiment, so this has no effect", remedy)
 
 
-def _parse_arm(
-    name: str, block: dict[str, Plain], earlier_arms: dict[str, Arm], file: Path, problems: list[Problem]
-) -> Arm:
-    """Read an arm's block, and take the keys of `_ArmKeys` and `from` out of it. `earlier_arms` are the arms before it.
+def _parse_arm(name: str, block: dict[str, Plain], arms: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
+    """Read an arm's block, and take the keys of `_ArmKeys` and `from` out of it. `arms` are the arms before it.
     Problems are added to `problems`; problems inside `swap` are found later, when the configuration is parsed."""
     path, source = f"arms.{name}", block.pop("from", None)
     start = build_block(
@@ -452,11 +445,9 @@ def _parse_arm(
     def refuse(key: str, value: Plain, reason: str, remedy: str) -> None:
         problems.append(Problem(f"{path}.{key}", value, reason, remedy))
 
-    if source is not None and source_name not in earlier_arms:
+    if source is not None and source_name not in arms:
         baseline_words = "the first arm is the baseline, which starts from random weights"
-        refuse(
-            "from", source, "is no earlier arm", suggest(source_name, earlier_arms) if earlier_arms else baseline_words
-        )
+        refuse("from", source, "is no earlier arm", suggest(source_name, arms) if arms else baseline_words)
     if source is None and swap:
         refuse("swap", to_plain(swap), "there are no weights to swap", "say of which arm: `from`")
     if start.step is not None and (source is None or swap or not start.train):
@@ -476,8 +467,8 @@ def _parse_arm(
             normalizer |= {"init": init} if init is not None and swap.init is None else {}
         changes = merge(changes, {"model": {"normalizer": normalizer}})
     # its changes are laid over its source's
-    if source_name in earlier_arms and (start.step is not None or not start.train):
-        changes = merge(merge(earlier_arms[source_name].config_changes, {} if start.train else {"phases": []}), changes)
+    if source_name in arms and (start.step is not None or not start.train):
+        changes = merge(merge(arms[source_name].config_changes, {} if start.train else {"phases": []}), changes)
     return Arm(name, changes, "" if source is None else source_name, swap, start.train, start.step)
 
 
@@ -563,9 +554,7 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
         identity = f"{arm.source_arm} {arm.branch_step} {arm.swap} {arm.is_trained} {config_hash(config)}"
         if (name := names.setdefault(identity, arm.name)) != arm.name:
             yield Problem(path, arm.config_changes, f"is the same as {name}", "change it, or drop it")
-        if arm.branch_step is not None and arm.branch_step not in (
-            kept := _kept_checkpoint_steps(configs[arm.source_arm])
-        ):
+        if arm.branch_step is not None and arm.branch_step not in (kept := _checkpoint_steps(configs[arm.source_arm])):
             reason = f"is no step that {arm.source_arm} keeps a checkpoint of ({', '.join(map(str, kept))})"
             remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
             yield Problem(f"{path}.step", arm.branch_step, reason, remedy)
@@ -585,7 +574,7 @@ def _measured_sequence_options(experiment: Experiment, config: Config) -> dict[s
     return store | find_metric(config, metric)[0].sequence_options(config, metric)
 
 
-def _kept_checkpoint_steps(config: Config) -> list[int]:
+def _checkpoint_steps(config: Config) -> list[int]:
     """Return the steps whose checkpoints a run keeps."""
     last = config.trainer.max_steps
     regular = [step for step in range(1, last + 1) if step % config.checkpoint_every == 0 or step == last]
