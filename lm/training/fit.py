@@ -123,10 +123,12 @@ def fit(
     run = RunContext(config, store, all_measurements, machine, loggers, progress, callbacks)
     try:
         status = train_phases(run, start, checkpoint)
+        _leave_process_group(config)
         # if a child fails, Lightning kills the first process, which may still write
         return 0 if process.is_child else status
     except Diverged as error:
         run.log(error.step, {DIVERGED_KEY: str(error)})
+        _leave_process_group(config)
         if process.is_child:  # the first process reports it
             return 0
         raise
@@ -140,6 +142,14 @@ def fit(
         progress.stop()
         for logger in loggers:
             logger.close()
+
+
+def _leave_process_group(config: Config) -> None:
+    """End the threads by which the processes of this run exchange tensors, if there are several processes. A thread
+    that still released a tensor while Python ends would abort the process, with another exit status.
+    """
+    if config.world_size > 1:
+        torch.distributed.destroy_process_group()
 
 
 def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) -> int:
