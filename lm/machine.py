@@ -1,9 +1,11 @@
-"""Functions on the resources of this machine (cores, memory), on signals, and on child processes."""
+"""Functions on the resources of this machine (cores, memory), on signals, and on this process and its
+children."""
 
 import ctypes
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -67,6 +69,11 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, 2**25)  # the largest value that glibc takes: tensors up to 32 MiB
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def command_line() -> str:
+    """Return the command of this process, quoted so that a shell runs the same command."""
+    return shlex.join(["lm", *sys.argv[1:]])
 
 
 @contextmanager

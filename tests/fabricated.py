@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lm.evaluation.held_out import Validation
-from lm.evaluation.measurement import metric_rows, sampling_unit_frame
+from lm.evaluation.measurement import measuring_code_digest, metric_rows, sampling_unit_frame
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.trainer import ExperimentTrainer
@@ -17,9 +17,8 @@ from lm.files import write_together
 from lm.plain import Plain
 from lm.report.html import PAGE_FILE
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
-from lm.runs.evaluations import UNIGRAM_LEVEL_NAME, Evaluation, evaluation_path, join_rows, measuring_code_digest
-from lm.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE, checkpoint_path
-from lm.runs.manifest import write_files
+from lm.runs.evaluations import UNIGRAM_LEVEL_NAME, Evaluation, evaluation_path, join_rows
+from lm.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE, checkpoint_path, write_files
 
 N_DOCUMENTS = 24
 FINGERPRINT = "fingerprint"

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lm.files import file_sha256, json_bytes
-from lm.runs.folder import METRICS_FILE
-from lm.runs.manifest import MANIFEST_FILE, add_entries, manifest_entry, write_files
+from lm.runs.folder import MANIFEST_FILE, METRICS_FILE, add_entries, manifest_entry, write_files
 
 
 def record_files(folder: Path, *names: str) -> None:

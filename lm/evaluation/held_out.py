@@ -27,8 +27,16 @@ from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.plain import Plain, distinct_names, to_plain
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import NATS, UNIGRAM_BOUND_NAME, UNIGRAM_LEVEL_NAME, VAL_LOSS, VALIDATION, Axis, Metric
-from lm.statistics.sampling_units import model_selection_mask
+from lm.runs.evaluations import (
+    NATS,
+    UNIGRAM_BOUND_NAME,
+    UNIGRAM_LEVEL_NAME,
+    VAL_LOSS,
+    VALIDATION,
+    Axis,
+    Metric,
+    model_selection_mask,
+)
 
 MAX_BATCH_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
 

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +20,7 @@ from lm.data.batches import Batch
 from lm.data.store import Store
 from lm.data.tasks import Example
 from lm.errors import RunError
+from lm.files import source_files_sha256
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.swapped import applicable_settings, with_inference_setting
@@ -27,9 +28,34 @@ from lm.plain import Plain, json_value
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import COLUMNS, Evaluation, Metric, evaluation_path, join_rows, measuring_code_digest
-from lm.runs.manifest import read_file, write_files
-from lm.statistics.sampling_units import model_selection_mask
+from lm.runs.evaluations import (
+    COLUMNS,
+    Evaluation,
+    Metric,
+    evaluation_path,
+    join_rows,
+    model_selection_mask,
+)
+from lm.runs.folder import read_file, write_files
+
+# packages and modules that measure
+MEASURING_PACKAGES = (
+    "attention",
+    "config",
+    "data",
+    "diagnostics",
+    "evaluation",
+    "functional.py",
+    "huggingface",
+    "model",
+    "runs",
+)
+
+
+@cache
+def measuring_code_digest(package: Path = Path(__file__).parent.parent) -> str:
+    """Return a digest (16 hex digits) of all source files that can affect an evaluation's numbers."""
+    return source_files_sha256([package / package_name for package_name in MEASURING_PACKAGES])
 
 
 def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:

@@ -19,6 +19,7 @@ from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluate import measurement_config, open_device, open_store
 from lm.evaluation.held_out import SwapMeasurement
 from lm.files import json_bytes, new_folder
+from lm.machine import command_line
 from lm.model.decoder import Decoder
 from lm.model.spec import check_plugin_causality, count_parameters
 from lm.model.swapped import score_factors, with_normalizer
@@ -32,10 +33,9 @@ from lm.runs.folder import (
     ENVIRONMENT_FILE,
     TOKENIZER_FILE,
     checkpoint_path,
-    command_line,
+    write_files,
 )
 from lm.runs.loading import LoadedModel, load
-from lm.runs.manifest import write_files
 from lm.runs.record import arm_hash
 
 SCORE_FACTOR_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed

@@ -39,10 +39,17 @@ from lm.model.decoder import Decoder
 from lm.model.device import count_gpus, resolve_compile, resolve_precision
 from lm.model.spec import count_parameters, flops_per_token
 from lm.plain import Plain
-from lm.runs.folder import CONFIG_FILE, EVALUATIONS_FOLDER, METRICS_FILE, RESOLVED_FILE, read_environment
-from lm.runs.manifest import read_file, write_files
+from lm.runs.evaluations import model_selection_mask
+from lm.runs.folder import (
+    CONFIG_FILE,
+    EVALUATIONS_FOLDER,
+    METRICS_FILE,
+    RESOLVED_FILE,
+    read_environment,
+    read_file,
+    write_files,
+)
 from lm.runs.record import run_starts
-from lm.statistics.sampling_units import model_selection_mask
 
 # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
 PLAN_KEY = "planned"

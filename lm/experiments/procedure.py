@@ -19,13 +19,18 @@ from lm.config.yaml_text import override_text
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import Arm, Experiment, Swap
 from lm.experiments.judging import JUDGED_COLUMNS, Judgement, Question, Rate, SizeArm, judge
-from lm.experiments.run_outcome import SELECTION_METRIC, Outcome, describe_run_differences, describe_values_by_arm
+from lm.experiments.run_outcome import (
+    SELECTION_METRIC,
+    Outcome,
+    describe_run_differences,
+    describe_values_by_arm,
+    units_of_part,
+)
 from lm.files import read_json, write_text
 from lm.machine import STOP_SIGNALS
 from lm.plain import to_plain
 from lm.plugins import top_level_package
 from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE
-from lm.statistics.sampling_units import units_of_split
 
 FAILURE_SUFFIX = "failed.json"  # suffix of the file beside a run's log that says why the run failed
 MAX_GRID_EXTENSIONS = 2  # how often a grid of rates may grow
@@ -339,7 +344,7 @@ class Procedure:
         )
         units = pd.DataFrame({"value": [outcome.mean(metric, for_selection=False)], "weight": 1.0, "group": None})
         if has_finished and self.experiment.has_documents:
-            measured = units_of_split(outcome.metric_values(metric), "reports")
+            measured = units_of_part(outcome.metric_values(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
         names = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed}

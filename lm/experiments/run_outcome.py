@@ -6,25 +6,35 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError
 from lm.plain import Plain
-from lm.runs.evaluations import Evaluation, Metric, chance_level, evaluation_files, load_evaluation
+from lm.runs.evaluations import (
+    Evaluation,
+    Metric,
+    chance_level,
+    evaluation_files,
+    load_evaluation,
+    unit_rows,
+    weighted_mean,
+)
 from lm.runs.folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     DIVERGED_KEY,
     ENVIRONMENT_FILE,
     METRICS_FILE,
+    check_file,
     check_log,
     checkpoint_path,
     read_environment,
+    read_file,
     read_metrics,
 )
-from lm.runs.manifest import check_file, read_file
 from lm.runs.record import (
     RunRecord,
     RunStatus,
@@ -35,7 +45,6 @@ from lm.runs.record import (
     tokens_before_run,
 )
 from lm.statistics.intervals import is_unlearned
-from lm.statistics.sampling_units import unit_rows, units_of_split, weighted_mean
 
 SELECTION_METRIC = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
 OptionsByKind = dict[str, dict[str, Plain]]  # options of `eval`, by kind of evaluation
@@ -46,6 +55,26 @@ _ENVIRONMENT_KEYS = {
     "precision": "precision",
     "compile": "compile",
 }
+
+
+class NoDocuments(RunError):
+    """Raised if no held-out document is left to choose learning rates on, or none to report results on."""
+
+
+def units_of_part(units: pd.DataFrame, part: Literal["selects", "reports"]) -> pd.DataFrame:
+    """Return the units of held-out documents that choose learning rates (`selects`), or of those that are reported
+    (`reports`). Units that don't come from held-out text are all returned. A sequence belongs to the document in
+    which it begins.
+
+    Raises NoDocuments: no unit is left.
+    """
+    kept = units[units["part"].isin(["", part])]
+    if units.empty or len(kept):
+        return kept
+    purpose = "choose learning rates" if part == "selects" else "report"
+    raise NoDocuments(
+        f"none of {units['group'].nunique()} held-out documents is left to {purpose} on: hold out more text"
+    )
 
 
 @dataclass(frozen=True)
@@ -254,7 +283,7 @@ class Outcome:
         """
         if self.state != "finished":
             return math.inf
-        return weighted_mean(units_of_split(self.metric_values(metric), "selects" if for_selection else "reports"))
+        return weighted_mean(units_of_part(self.metric_values(metric), "selects" if for_selection else "reports"))
 
 
 # ---------------------------------------------------------------- tuning runs in a table

@@ -33,14 +33,13 @@ from lm.experiments.procedure import (
     read_failure,
     remaining_commands,
 )
-from lm.experiments.run_outcome import Outcome
+from lm.experiments.run_outcome import NoDocuments, Outcome
 from lm.files import folder_lock, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start_time, signals_blocked, start_child
 from lm.model.device import count_gpus, visible_gpu_names
 from lm.plain import Plain
 from lm.report.tables import number_text
 from lm.runs.folder import ALREADY_TRAINING, CONFIG_FILE
-from lm.statistics.sampling_units import NoDocuments
 
 if TYPE_CHECKING:
     from submitit import Job

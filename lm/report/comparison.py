@@ -17,7 +17,7 @@ from lm.config import normalizers as kinds
 from lm.config.tree import distinguishes_arms
 from lm.errors import RunError, yaml_scalar
 from lm.report.tables import axis_text, printable_text, recorded_value_text
-from lm.runs.evaluations import CURVE_COLUMNS, Metric, evaluation_rows, point_means
+from lm.runs.evaluations import CURVE_COLUMNS, Metric, evaluation_rows, grouped_mean, point_means
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import (
     MIN_DOCUMENTS,
@@ -26,7 +26,6 @@ from lm.statistics.intervals import (
     interval_over_documents,
     interval_over_questions,
 )
-from lm.statistics.sampling_units import grouped_mean
 
 # what names of metrics in reports end with, if other documents are left out
 REPORTING_SUFFIX = "of reporting documents"

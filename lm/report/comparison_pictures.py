@@ -20,11 +20,10 @@ from lm.report.comparison import (
 )
 from lm.report.pictures import HeatMap, Panel, Picture, Trace
 from lm.report.tables import axis_text, printable_text, with_unit
-from lm.runs.evaluations import NATS, point_means
+from lm.runs.evaluations import NATS, grouped_mean, point_means
 from lm.runs.folder import DIVERGED_KEY, Curve
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import Interval
-from lm.statistics.sampling_units import grouped_mean
 from lm.statistics.verdicts import seed_count_text
 
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins

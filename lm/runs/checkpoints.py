@@ -13,8 +13,14 @@ from torch import Tensor
 
 from lm.errors import RunError, one_line
 from lm.files import file_sha256, replace_file
-from lm.runs.folder import CHECKPOINTS_FOLDER, checkpoint_paths, log_manifest_entry
-from lm.runs.manifest import add_entries, check_file, manifest_entry
+from lm.runs.folder import (
+    CHECKPOINTS_FOLDER,
+    add_entries,
+    check_file,
+    checkpoint_paths,
+    log_manifest_entry,
+    manifest_entry,
+)
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

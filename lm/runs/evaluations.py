@@ -5,13 +5,13 @@ A file `KIND.step-N.csv` has the facts in its first line, as JSON after `# `, an
 `COLUMNS`.
 """
 
+import hashlib
 import io
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -21,11 +21,8 @@ import pandas as pd
 
 from lm.config.eval_config import EvalConfig
 from lm.errors import RunError, one_line
-from lm.files import source_files_sha256
 from lm.plain import Plain, distinct_names, json_value
-from lm.runs.folder import EVALUATIONS_FOLDER
-from lm.runs.manifest import read_file
-from lm.statistics.sampling_units import grouped_mean, unit_rows, weighted_mean
+from lm.runs.folder import EVALUATIONS_FOLDER, read_file
 
 # ---------------------------------------------------------------- metrics
 
@@ -124,6 +121,51 @@ def join_rows(blocks: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(blocks, ignore_index=True) if blocks else pd.DataFrame(columns=[*COLUMNS]).astype(COLUMNS)
 
 
+def model_selection_mask(fingerprint: str, document_labels: np.ndarray) -> np.ndarray:
+    """Return the mask, (units,) bool, of the held-out units (such as sequences) that choose checkpoints and learning
+    rates. Results are reported on all other units.
+
+    `document_labels`, (units,), is the label of each unit's document. A hash of this label and the data `fingerprint`
+    chooses about a third of the documents for selection.
+    """
+    labels, label_indices = np.unique(document_labels, return_inverse=True)
+    selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
+    return np.array(selection, dtype=bool)[label_indices]
+
+
+def unit_rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return one row for each unit (sequence or question) on which `metric`, a name in metrics.jsonl, was measured.
+    `frame` is the data frame of an `Evaluation`, with the columns `COLUMNS`.
+
+    If the metric was measured in ranges of positions (bins), the row's `value` is the unit's mean over all positions.
+    The result is empty if the metric was not measured, or only its mean is known.
+    """
+    rows = frame[(frame["metric"] == metric) & frame["sample"].notna()]
+    if not rows["until"].notna().any():
+        return rows
+    return grouped_mean(rows, ["sample"], rows["until"] - rows["x"]).assign(until=rows["until"].iloc[-1])
+
+
+def weighted_mean(rows: pd.DataFrame) -> float:
+    """Return the weighted mean of units; NaN if all weights are 0, which means that no unit has a value."""
+    rows = rows[rows["weight"] > 0]
+    return float(np.average(rows["value"], weights=rows["weight"])) if len(rows) else math.nan
+
+
+def grouped_mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1.0) -> pd.DataFrame:
+    """Return the weighted mean of `value` over the rows with equal `keys`, in the order in which these keys come first.
+    Other columns have the values of the first of these rows.
+
+    A mean is NaN if all its weights are 0, or if a value with a weight above 0 is NaN.
+    """
+    codes = rows.groupby([*keys], sort=False, observed=True, dropna=False).ngroup().to_numpy()
+    weights = np.broadcast_to(np.asarray(weights, float), len(rows))
+    values = np.where(weights > 0, weights * rows["value"], 0.0)
+    with np.errstate(invalid="ignore"):
+        means = np.bincount(codes, values) / np.bincount(codes, weights)
+    return rows.iloc[np.unique(codes, return_index=True)[1]].assign(value=means)
+
+
 # ---------------------------------------------------------------- several evaluations as one frame
 
 EVALUATION_FACT_COLUMNS = ("kind", "step", "tokens_seen", "seq_len", "data_fingerprint")
@@ -214,27 +256,6 @@ def selection_loss(evaluation: "Evaluation") -> tuple[float, str]:
 
 
 # ---------------------------------------------------------------- evaluations and their files
-
-
-# packages and modules that measure
-MEASURING_PACKAGES = (
-    "attention",
-    "config",
-    "data",
-    "diagnostics",
-    "evaluation",
-    "functional.py",
-    "huggingface",
-    "model",
-    "runs",
-    "statistics",
-)
-
-
-@cache
-def measuring_code_digest(package: Path = Path(__file__).parent.parent) -> str:
-    """Return a digest (16 hex digits) of all source files that can affect an evaluation's numbers."""
-    return source_files_sha256([package / package_name for package_name in MEASURING_PACKAGES])
 
 
 @dataclass(frozen=True, eq=False)

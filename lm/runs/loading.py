@@ -31,15 +31,18 @@ from lm.runs.folder import (
     CHECKPOINTS_FOLDER,
     ENVIRONMENT_FILE,
     FORMAT_WITHOUT_MANIFEST,
+    MANIFEST_FILE,
     MODEL_JSON,
     TOKENIZER_FILE,
+    check_file,
     checkpoint_paths,
     checkpoint_step,
+    read_entries,
     read_environment,
     read_model_json,
     require_run,
+    write_files,
 )
-from lm.runs.manifest import MANIFEST_FILE, check_file, read_entries, write_files
 from lm.runs.resume_checks import trained_config
 
 WEIGHTS_FILE = "model.safetensors"  # file in a model folder, beside MODEL_JSON

@@ -19,7 +19,14 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import yaml_scalar
 from lm.files import json_sha256
 from lm.plain import Plain, flatten
-from lm.runs.evaluations import UNIGRAM_BOUND_NAME, UNIGRAM_LEVEL_NAME, VAL_LOSS, Evaluation, last_evaluations
+from lm.runs.evaluations import (
+    UNIGRAM_BOUND_NAME,
+    UNIGRAM_LEVEL_NAME,
+    VAL_LOSS,
+    Evaluation,
+    last_evaluations,
+    weighted_mean,
+)
 from lm.runs.folder import (
     CONFIG_FILE,
     DIVERGED_KEY,
@@ -29,11 +36,10 @@ from lm.runs.folder import (
     check_log,
     logged_curve,
     read_environment,
+    read_file,
     read_metrics,
     require_run,
 )
-from lm.runs.manifest import read_file
-from lm.statistics.sampling_units import weighted_mean
 
 
 def run_starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:

@@ -13,11 +13,11 @@ import lm
 from lm.attention.normalizer import Normalizer
 from lm.config.tree import Config
 from lm.data.store import Store
+from lm.machine import command_line
 from lm.model.device import Machine
 from lm.model.spec import count_parameters, flops_per_token
 from lm.plain import Plain
 from lm.plugins import PLUGINS
-from lm.runs.folder import command_line
 from lm.training.phase_start import PhaseStart
 
 

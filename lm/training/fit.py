@@ -34,10 +34,11 @@ from lm.runs.folder import (
     checkpoint_path,
     checkpoint_paths,
     checkpoint_step,
+    truncate_manifest,
     truncate_metrics,
+    write_files,
 )
 from lm.runs.loading import LoadedModel, load
-from lm.runs.manifest import truncate_manifest, write_files
 from lm.runs.record import read_run
 from lm.training.banner import banner, environment_facts
 from lm.training.evaluation_callbacks import EvaluationCallback, SwapEffect, UserCallbackMetrics, Validation

@@ -19,8 +19,8 @@ from lm.runs.folder import (
     METRICS_FILE,
     checkpoint_paths,
     owns_checkpoint,
+    read_entries,
 )
-from lm.runs.manifest import read_entries
 from lm.training.launcher import end_with_parent, this_process
 from lm.training.phase_start import check_before_preparation
 

@@ -18,8 +18,8 @@ import lm
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.experiments.run_outcome import Outcome
+from lm.runs.evaluations import weighted_mean
 from lm.runs.loading import LoadedModel
-from lm.statistics.sampling_units import weighted_mean
 from lm.training.train import train
 
 CHOICES = [("the cat sat", [" on", " under"]), ("it is", [" a", " cd"]), ("a bad cab " * 9, ["dab", "no"])]

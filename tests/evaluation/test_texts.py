@@ -17,8 +17,8 @@ from lm.evaluation.held_out import OtherTexts, long_sequences
 from lm.evaluation.measurement import HeldOutSequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.runs.evaluations import model_selection_mask
 from lm.runs.loading import load
-from lm.statistics.sampling_units import model_selection_mask
 from lm.training.train import train
 
 OFF = "eval.long_context.length_factor=0"

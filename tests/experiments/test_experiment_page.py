@@ -22,8 +22,7 @@ from lm.config.load import to_yaml
 from lm.experiments.page import trends_over_sizes
 from lm.experiments.procedure import Procedure, Run
 from lm.report.comparison import REPORTING_SUFFIX
-from lm.runs.folder import CONFIG_FILE, DIVERGED_KEY, METRICS_FILE
-from lm.runs.manifest import read_file
+from lm.runs.folder import CONFIG_FILE, DIVERGED_KEY, METRICS_FILE, read_file
 
 STEPS = 200
 FILE = {

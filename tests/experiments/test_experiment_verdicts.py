@@ -29,9 +29,9 @@ from lm.evaluation.measurement import sampling_unit_frame
 from lm.experiments.compare import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.report.frame import results
+from lm.runs.evaluations import model_selection_mask
 from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE
 from lm.statistics.intervals import estimate_over_seeds_and_documents
-from lm.statistics.sampling_units import model_selection_mask
 from lm.statistics.verdicts import power, smallest_difference
 
 

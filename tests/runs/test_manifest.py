@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import lm
 from lm.errors import RunError
-from lm.runs.manifest import MANIFEST_FILE, read_entries, read_file, truncate_manifest, write_files
+from lm.runs.folder import MANIFEST_FILE, read_entries, read_file, truncate_manifest, write_files
 from lm.runs.record import read_run
 from lm.training.train import train
 
@@ -48,7 +48,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 WRITER = """
 import sys
 from pathlib import Path
-from lm.runs.manifest import write_files
+from lm.runs.folder import write_files
 for number in range(50):
     write_files(Path(sys.argv[1]), {f"{sys.argv[2]}-{number}": b"x"}, step=number)
 """

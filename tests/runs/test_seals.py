@@ -21,13 +21,12 @@ from reported import two_runs
 
 from lm.config.load import load_config, to_yaml
 from lm.errors import RunError
-from lm.evaluation.measurement import Measurement
+from lm.evaluation.measurement import Measurement, measuring_code_digest
 from lm.experiments.definition import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.model.device import Device
-from lm.runs.evaluations import evaluation_path, measuring_code_digest
-from lm.runs.folder import CONFIG_FILE, DIVERGED_KEY, METRICS_FILE
-from lm.runs.manifest import MANIFEST_FILE
+from lm.runs.evaluations import evaluation_path
+from lm.runs.folder import CONFIG_FILE, DIVERGED_KEY, MANIFEST_FILE, METRICS_FILE
 from lm.runs.record import read_run
 
 ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}

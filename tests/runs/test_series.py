@@ -17,11 +17,11 @@ from lm.runs.evaluations import (
     Metric,
     evaluation_rows,
     load_evaluation,
+    model_selection_mask,
     overall_means,
     point_means,
     selection_loss,
 )
-from lm.statistics.sampling_units import model_selection_mask
 
 
 def by_position() -> pd.DataFrame:

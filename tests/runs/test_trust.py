@@ -20,9 +20,8 @@ from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
 from lm.files import read_json
-from lm.runs.folder import read_config
+from lm.runs.folder import MANIFEST_FILE, read_config, read_entries
 from lm.runs.loading import export, save_model
-from lm.runs.manifest import MANIFEST_FILE, read_entries
 from lm.training.step_callbacks import Checkpoints
 from lm.training.train import train
 

@@ -34,10 +34,9 @@ from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.evaluations import Evaluation, evaluation_files, load_evaluation, selection_loss
+from lm.runs.evaluations import Evaluation, evaluation_files, load_evaluation, model_selection_mask, selection_loss
 from lm.runs.folder import checkpoint_paths
 from lm.runs.loading import load
-from lm.statistics.sampling_units import model_selection_mask
 from lm.training.train import train
 
 # options, and the steps that the run is killed after

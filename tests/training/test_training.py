@@ -15,8 +15,9 @@ from folders import inject_nan, last_checkpoint, logged_values, metric_lines, st
 from lm.config.load import parse_config
 from lm.errors import RunError
 from lm.files import new_temporary_path
+from lm.machine import command_line
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.folder import checkpoint_paths, command_line
+from lm.runs.folder import checkpoint_paths
 from lm.training.fit import truncate_run
 from lm.training.loggers import MetricsFile
 from lm.training.module import LanguageModel
