@@ -29,7 +29,7 @@ class HeldOutText:
 
     Args:
         tokenizer: a tokenizer.json of the `tokenizers` library, whose token `end_of_text` begins each document.
-        seq_len: tokens in a training sequence of the model; lengths of evaluations are factors of it.
+        seq_len: tokens in a training sequence of the model; lengths of evaluations are multiples of it.
         root: the folder in which the files' tokens are kept, to be used again.
     """
 
@@ -61,7 +61,7 @@ class HeldOutText:
 
 
 class TextEvaluation(L.Callback):
-    """Makes one measurement on a text and logs its means by `self.log`, on all ranks.
+    """Makes one measurement on a text and logs the mean of each of its metrics by `self.log`, on all ranks.
 
     Args:
         text: the text to measure on.

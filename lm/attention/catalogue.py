@@ -1,8 +1,8 @@
 """The catalogue of normalizers maps each class of options to the class of normalizer that it configures.
 
-A normalizer is two classes in one module. One is a dataclass of options, with formula, source and published figures.
-The other is a subclass of `Normalizer` whose `schema` is that dataclass. The catalogue holds all such subclasses in the
-modules `MODULES`. `lm.config.normalizers` adds the subclasses of imported plugins.
+A normalizer is two classes in one module. One is a dataclass of options, with the formula, its source and published
+results. The other is a subclass of `Normalizer` whose `schema` is that dataclass. The catalogue holds all such
+subclasses in the modules `MODULES`. `lm.config.normalizers` adds the subclasses of imported plugins.
 """
 
 from lm.attention import distance, elementwise, linear, query_scale, reweighted, sinks, sparse

@@ -148,9 +148,11 @@ def assert_decoding_matches(
 
 
 def check_initial_values(options: Options) -> None:
-    """the normalizer gives an output, and its initial values are the same each time, but for matrices named `hidden`
+    """the normalizer gives an output, and its parameters start at the same values each time, except matrices named
+    `hidden`
 
-    draw no random numbers in `initialise`; name a matrix `hidden` if it must begin at random values
+    draw no random numbers in `initialise`; if a matrix must start at random values, name its layer `hidden`: the model
+    then draws them
     """
     q, k, v = random_inputs(5, normalizer=(normalizer := random_normalizer(options)))
     layout = AttentionLayout.full(5)
@@ -233,11 +235,11 @@ def check_own_n(options: Options) -> None:
 
 
 def check_row_sums(options: Options) -> None:
-    """keys after the query have weight 0; each query's weights sum to one or are all 0, if and only if the options say
-    so
+    """keys after the query have weight 0; whether each query's weights sum to one (or are all 0) is as the options
+    declare
 
-    set weights to 0 where `layout.visible()` is false; options say by `sums_to_one`, or by the value `sum` of `n`, that
-    weights sum to one
+    set weights to 0 where `layout.visible()` is false; the options' attribute `sums_to_one`, or the value `sum` of
+    their key `n`, declares that weights sum to one
     """
     normalizer, layout = random_normalizer(options), AttentionLayout.full(33)
     weights = normalizer.weights(*random_inputs(33, normalizer=normalizer)[:2], layout)

@@ -22,8 +22,7 @@ class KeyBias(SoftmaxNormalizer):
     """Base of normalizers that are softmax of logits z plus a bias c_i - c_j of query i and key j.
 
     c_i is the same in the whole row and cancels, so the fused kernel computes the softmax of z - c_j. In training on a
-    CPU the kernel adds -c_j to the logits. Elsewhere -c_j is in more dimensions of the key, which the query multiplies
-    by 1.
+    CPU the kernel adds -c_j to the logits. Elsewhere dimensions are appended, which are -c_j in keys and 1 in queries.
     """
 
     kernel = FUSED_SOFTMAX
@@ -122,8 +121,8 @@ class WindowNormalizer(SoftmaxNormalizer):
             return self._sum_over_distances(q, k, v)
 
         def cut_blocks(x: Tensor, n_preceding: int) -> Tensor:
-            """Cut x (B, H, T, size) into N blocks of w tokens, each behind the p = `n_preceding` blocks before it.
-            Returns (B N, H, (p + 1) w, size).
+            """Cut x (B, H, T, size) into N blocks of w tokens, and put the p = `n_preceding` blocks before a block in
+            front of it. Returns (B N, H, (p + 1) w, size).
             """
             pieces = F.pad(x, (0, 0, n_preceding * w, -t % w)).unflatten(2, (-1, w))
             n_blocks = pieces.size(2) - n_preceding

@@ -48,7 +48,9 @@ class ElementwiseNormalizer(DividedNormalizer):
 
 
 class ShiftedNormalizer(ElementwiseNormalizer):
-    """Base of elementwise normalizers whose scores are the logits plus a `shift` of each query."""
+    """Base of elementwise normalizers whose `scores` include the shift: a score is the logit plus the `shift` of its
+    query.
+    """
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         z = logits(q, k)
@@ -180,8 +182,9 @@ class Threshold(Options):
 
 
 class ThresholdNormalizer(ShiftedNormalizer):
-    """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum over the keys; z is the
-    key's logit. With `divided: false` weights are not divided, as in the paper (arXiv 2601.12145).
+    """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum over the keys. z is the
+    key's logit, beta is learned per head, and p is the option `power`. With `divided: false` weights are not divided,
+    as in the paper (arXiv 2601.12145).
 
     The threshold grows with the n keys that a query sees, so that about as many Gaussian logits exceed it at every n.
     If no logit exceeds it, all weights are 0.
@@ -237,9 +240,9 @@ class SoftplusNormalizer(DividedNormalizer):
     """Length-scaled softplus attention (LSSA): a key's weight w is softplus(z ln n / ln m), divided by the sum of w
     over the keys. z is the key's logit, n the row length, m the option `base`.
 
-    With `sharpening` p, weights are relu(n w - 1)^p, again divided by their sum; 1 is not subtracted up to n = 3, as in
-    the paper. In relu(n w - 1)^p, n is the number of keys that the query sees, whatever the option `n` says: 1 / n is
-    the mean weight.
+    With `sharpening` p a second stage turns w into relu(n w - 1)^p, again divided by the sum. In this stage n is always
+    the number of keys that the query sees, so that 1 / n is the mean of w. Where n is 3 or less, the 1 is not
+    subtracted, as in the paper.
     """
 
     schema = SoftplusAttention

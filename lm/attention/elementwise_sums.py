@@ -177,7 +177,7 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
     """Yield the name of f, the Triton kernel's result and the tiles' result, for each f, with and without shift and
     sums.
 
-    Compiling the kernel fails where the machine lacks a C compiler or Python's headers.
+    Raises the compiler's error where the machine lacks a C compiler or Python's headers; `kernel_problem` catches it.
     """
     from lm.attention import triton_kernels
 

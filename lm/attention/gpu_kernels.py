@@ -126,9 +126,9 @@ def _make_score_mod(logit_map: nn.Module) -> Callable:
 
 
 def _block_mask(layout: AttentionLayout, length: int, window: int | None) -> object:
-    """Return FlexAttention's mask of a layout, which all layers share.
+    """Return FlexAttention's mask of a layout. It is made once and used in all layers.
 
-    Without packed documents, later layouts of the same length share it, too.
+    Without packed documents, one mask serves all layouts of the same length and window.
 
     window: number of the latest keys that a query sees; None: all.
     """

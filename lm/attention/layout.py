@@ -1,5 +1,5 @@
 """An attention layout holds the positions of queries and keys in their documents. Positions and document lengths alone
-determine n, the number of keys that a query counts.
+determine the row length n in the formulas of normalizers, by default the number of keys that a query sees.
 """
 
 from collections.abc import Callable

@@ -59,8 +59,8 @@ class LinearNormalizer(DividedNormalizer):
 
     @property
     def score_map(self) -> str:
-        """Name in `SCORE_MAPS` of the function that maps scores to weights, which is the identity: `identity`, or
-        `features` if features, and so weights, are never negative.
+        """Name in `SCORE_MAPS` of the identity, as weights are the scores times a factor per query. The name is
+        `features` if features, and so weights, are never negative; else it is `identity`.
         """
         return "identity" if self.options.features == "identity" else "features"
 

@@ -123,7 +123,9 @@ class Normalizer(torch.nn.Module, ABC):
         return float(self.layer.train_length if self.options.base == "train" else self.options.base)
 
     def length_constants(self) -> dict[str, float]:
-        """Return the formula's constants that the training length may set, by the name of the option."""
+        """Return {option: value} of the formula's constants that may depend on the training length, such as the length
+        `base`.
+        """
         return {"base": self.reference_length} if hasattr(self.options, "base") else {}
 
     def scale_by_position(self) -> Tensor | None:

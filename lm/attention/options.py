@@ -17,7 +17,7 @@ _ROW_LENGTH_PATTERN = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|1
 def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_default: bool = False, **limits: float):
     """Make a dataclass field for a configuration key with a default, a one-line description and bounds (`gt ge lt le`).
 
-    effect: what the key affects, and whether a resumed run may change it (`lm.config.schema.Effect`).
+    effect: entries of an `lm.config.schema.Effect`, e.g. what the key affects, or whether a resumed run may change it.
     omit_default: `lm.plain.to_plain` leaves the key out while it has its default value. Use this for a new key in an
     existing block: the hashes of existing runs' configurations and arms then stay the same.
     """
@@ -28,7 +28,9 @@ def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_
 
 
 def reference_length_key(meaning: str):
-    """Make a field for the option `base`, the length m of a formula; `meaning` says what holds at that length."""
+    """Make a field for the option `base`, the length m of a formula. `meaning` describes m in the option's help, e.g.
+    "the length at which this is softmax".
+    """
     return key("train", f"m, {meaning}; `train`: the training length", ge=2, le=MAX_LENGTH)
 
 
@@ -40,7 +42,7 @@ class Options:
     full_formula: ClassVar[str]  # formula of the weights, with all terms that options can add
     learned_parameters: ClassVar[str] = "none"  # the learned parameters, in words
     source: ClassVar[str] = ""  # the paper or code that the function comes from
-    published_findings: ClassVar[str] = ""  # published figures, with their source
+    published_findings: ClassVar[str] = ""  # published results, with their source
     sums_to_one: ClassVar[bool] = True  # whether each row of weights sums to 1 for all values of the options
     # whether the option `n` accepts the value `sum`, which divides each row of weights by the row's sum
     n_accepts_sum: ClassVar[bool] = False

@@ -155,9 +155,9 @@ class SSMaxNormalizer(QueryScale):
         """Fit s ln n + b over a training sequence to the factor c(n) of `source`, head by head, if `init` is `match`.
         Keep initial values if `source` has no such factor.
 
-        If s alone is learned, s = mean c / mean ln n (c = 1 after softmax); if b alone is, b = mean c - mean ln n. Both
-        keep the mean factor. If s and b are learned, the fit is by least squares: after softmax s = 0 and b = 1, which
-        computes softmax to the bit.
+        If s alone is learned, s = mean c / mean ln n; if b alone is, b = mean c - mean ln n. Either keeps the mean
+        factor. If s and b are learned, the fit is by least squares. Where `source` is softmax, c = 1, and least squares
+        give s = 0 and b = 1, which computes softmax to the bit.
         """
         c, log_n = source.scale_by_position(), self.training_log_n()
         if self.options.init != "match" or c is None:

@@ -1,9 +1,10 @@
 """Routes of attention are algorithms that compute weights x values exactly, for long sequences without holding T x T
 weights.
 
-PyTorch's fused kernel computes softmax. On a CPU short sequences take blocks of queries, and long sequences without
-gradients `lm.attention.cpu_kernel`. A definition without a fused kernel is computed for some queries at a time.
-Elementwise attention has routes of its own (`lm.attention.elementwise_sums`).
+PyTorch's fused kernel computes softmax, with two exceptions on a CPU. Short sequences are computed in blocks of
+queries. Long sequences are computed by `lm.attention.cpu_kernel` if they need no gradients. A definition without a
+fused kernel is computed for some queries at a time. Elementwise attention has routes of its own
+(`lm.attention.elementwise_sums`).
 
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values; N = B x H.
 """
@@ -48,12 +49,13 @@ def divide_rows(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def gradient_before_division(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient, in `dtype`, of weights x values before their division by `sums`, and each query's mean
-    gradient of weights.
+    """Return `grad` / `sums` in `dtype`, and its product with `output` summed over the last dimension, (N, T, 1).
+    `output` is weights x values divided by `sums`; `grad` is its gradient.
 
-    `output` is the quotient, `grad` its gradient. The mean, (N, T, 1), is weighted by the weights; the caller subtracts
-    it from each weight's gradient. Where one key has all the weight, the mean and the key's gradient cancel. So both
-    are computed from the same rounded gradient, and the mean from `output` in fp32.
+    The first result is the gradient of weights x values before the division. The second is the mean of the gradients of
+    a query's weights, in which each key counts by its weight. The caller subtracts this mean from each of these
+    gradients, as in the backward pass of softmax. If one key has all the weight, the mean must equal that key's
+    gradient. So the mean is computed from the first result, after its rounding to `dtype`, and is not rounded itself.
     """
     grad = (grad / sums).to(dtype)
     return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
@@ -107,8 +109,9 @@ def fused_softmax(
 
 class _BiasedSoftmax(torch.autograd.Function):
     """Compute causal softmax(scale q.k + bias) v by PyTorch's kernel for CPUs. The kernel adds the bias (B, H, S) as a
-    mask, and has no gradient for a mask. So the backward pass appends dimensions to q and k that carry it
-    (`append_bias`)."""
+    mask, and has no gradient for a mask. So the backward pass appends dimensions to q and k, from whose gradients that
+    of the bias follows (`append_bias`).
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -148,19 +151,21 @@ def _biased_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float)
 
 def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_bf16_parts: int = 3) -> tuple[Tensor, Tensor]:
     """Append a few dimensions to q and k, so that each product q.k grows by the key's `bias`. With `n_bf16_parts` 0 the
-    products stay as they are, and the new dimensions only carry the bias's gradient, for a kernel that adds the bias
+    products stay as they are, and the new dimensions serve the bias's gradient alone, for a kernel that adds the bias
     itself.
 
-    q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D); bias: fp32, broadcastable to (B, H, S). In rows of
-    softmax a constant cancels, so the bias is counted from the middle query on, which keeps its rounding small. The
-    bias is split into three bf16 numbers: its first bits, the first bits of the remainder, and the last remainder. On a
-    GPU the head size becomes a multiple of 8, as kernels need.
+    q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D); bias: fp32, broadcastable to (B, H, S). A constant
+    added to all biases does not change softmax. So the bias of the middle query's own key is subtracted from all, which
+    keeps their rounding small. The bias is split into three bf16 numbers: its first bits, the first bits of the
+    remainder, and the last remainder. On a GPU the head size becomes a multiple of 8, as kernels need.
 
     Gradients of q and k are rounded. If the bias is a sum over tokens, as in forgetting attention, its gradients and
-    their rounding errors are summed over all tokens. So gradients flow through differences of value 0. The differences
-    lead from a key to the last key of its block, then over all blocks in between, then back to the query's own key.
-    They are multiplied by `small`, whose square is nothing beside a logit: so one dimension can hold a difference in q
-    and another one in k.
+    their rounding errors are summed over all tokens. To keep these errors small, the gradient is that of differences:
+    the bias of key j minus that of the query's own key i. The latter is the same in the query's whole row and cancels.
+    The difference is made of steps: from j to the last key of its block, from block to block, and then to i. A step is
+    a zero through which the gradient flows, divided by `small`, in one factor of the product q.k. The other factor is
+    the number `small`. Its square is negligible beside a logit, so one dimension can hold one step in q and another in
+    k.
     """
     n_keys, first, parts = k.size(2), k.size(2) - q.size(2), []
     rest = (bias - bias[..., (first + n_keys) // 2, None].detach()).expand(k.shape[:3])
@@ -337,9 +342,9 @@ MAX_GPU_BLOCK_WEIGHTS = 2**25
 def _query_blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
     """Return (first query, last query + 1, number of keys) of each block of queries.
 
-    A causal block has the keys up to its last query, rounded up to eighths of all keys: blocks of few different sizes
-    reuse memory. On a CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS`
-    weights if that is more.
+    A causal block has the keys up to its last query. Their number is rounded up to a multiple of an eighth of all keys,
+    as blocks of few different sizes reuse memory. On a CPU a causal block has at most an eighth of the sequence's
+    queries, unless more queries have only `MIN_BLOCK_WEIGHTS` weights.
     """
     length, keys, row_weights, on_cpu = q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2), q.device.type == "cpu"
     eighth_of_keys, max_weights = -(-keys // 8), MAX_BLOCK_WEIGHTS if on_cpu else MAX_GPU_BLOCK_WEIGHTS

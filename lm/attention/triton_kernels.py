@@ -5,8 +5,8 @@ Importing this module needs `triton`; `lm.attention.elementwise_sums` decides wh
 whatever the inputs; fp32 inputs are multiplied in full precision, never as TF32. There are no atomic additions, so the
 same inputs give the same bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values. A program
 takes at most 128 columns of the values. If `HAS_SHIFT`, scores have a `shift` (N, T). If `DIVIDE_BY_SUM`, weights are
-divided by their sums (N, T). In the backward pass `mean_grad` (N, T), the mean gradient of a query's weights, is then
-subtracted from the gradient of each weight.
+divided by their sums (N, T). The backward pass then subtracts `mean_grad` (N, T) from the gradient of each weight. This
+is the mean of the gradients of a query's weights, in which each key counts by its weight.
 """
 
 import torch

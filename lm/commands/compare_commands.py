@@ -60,7 +60,7 @@ def compare(
         str, typer.Option(metavar="KEY=VALUE,...", help="options of each job, e.g. partition=gpu,timeout_min=240")
     ] = "",
     as_json: Annotated[
-        bool, typer.Option("--json", help="with --report-only: print verdicts.json of each and nothing else")
+        bool, typer.Option("--json", help="with --report-only: print verdicts.json of each experiment and nothing else")
     ] = False,
 ) -> None:
     """Train and compare the arms of an experiment.
@@ -132,8 +132,8 @@ def judge(
 ) -> None:
     """Judge the runs of any trainer, given as a table.
 
-    The table has the columns arm, seed and value, or columns that options name, and optionally rate, part, size, unit,
-    metric and others (docs/experiments.md).
+    The table has the columns arm, seed and value, or columns that options name. It may have others, such as metric,
+    size, unit and rate, the learning rate (docs/experiments.md).
     """
     from lm.experiments.judging import print_verdicts
     from lm.experiments.run_table import judge_table

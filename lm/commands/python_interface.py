@@ -172,7 +172,8 @@ def judge(
         arm, seed: the names of the columns of arms and seeds. Without a column of seeds, each row is a run; this needs
             `unpaired` or `target`.
         target: a number that each arm is compared with, in place of a baseline.
-        unpaired: whether runs of equal seeds are compared as unpaired (Welch); they are where no two arms share a seed.
+        unpaired: compare runs as unpaired (Welch), even those of equal seeds. If no two arms share a seed, runs always
+            are unpaired.
 
     Returns:
         A row for each arm and size, with the columns of `ComparedExperiment.verdicts`; `size` holds the values of the

@@ -69,9 +69,10 @@ class MQAR(Task):
     """Multi-query associative recall (arXiv 2312.04927) shows pairs of a key and a value among filler, then asks for
     the values of some keys.
 
-    Symbols: keys, then values, then filler; if `joined`, then a symbol for each pair of key and value, ordered by key.
-    A sequence ends with queries of two tokens, a key and its value. Keys and values of a sequence all differ, no key is
-    asked for twice, and filler has symbols of its own. So a value occurs only in its pair and in its answer.
+    Symbols: keys, then values, then filler. If `joined`, a pair is shown as one symbol; the symbols of all possible
+    pairs come last, ordered by key. A sequence ends with queries of two tokens, a key and its value. Keys and values of
+    a sequence all differ, no key is asked for twice, and filler has symbols of its own. So a value occurs only in its
+    pair and in its answer.
 
     Training and test sequences have different lists of (key, value): the hash of a list decides whether the list is for
     training or for test. A single pair may occur in both. With `held_out: pairs` single pairs differ, too. Test
@@ -248,7 +249,9 @@ class FileSource(PathSource):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each suffix that is not one of plain-text files."""
+        """Yield a problem for each item of the option `suffixes` that can't be a suffix of plain-text files, such as
+        .jsonl.
+        """
         other_formats = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:

@@ -62,7 +62,7 @@ def _reference_rows(
 
 
 def normalizer_lines(name: str) -> list[str]:
-    """Return lines of text on one normalizer: its formula, learned parameters, source and published figures, and a line
+    """Return lines of text on one normalizer: its formula, learned parameters, source and published results, and a line
     for each option.
     """
     entry = OPTIONS_BY_NAME[name]
