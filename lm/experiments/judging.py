@@ -276,8 +276,11 @@ class Judgement:
         }
 
     def _document_estimate(self, *sides: np.ndarray) -> Estimate | None:
-        """Return the estimate over seeds and documents of paired runs (rates, seeds); None if units don't belong to
-        documents."""
+        """Return the estimate, over seeds and documents, of the mean difference between paired runs of an arm and the
+        baseline. None if units don't belong to documents.
+
+        sides: the indices of the arm's runs in `run_columns`, (rates, seeds), then those of the baseline's runs.
+        """
         rows, (values, weights, groups) = self.unit_slices[sides[0][0, 0]], self.unit_columns.values()
         if pd.isna(groups[rows.start]):
             return None
@@ -288,8 +291,11 @@ class Judgement:
 
     @cached_property
     def _value_bounds(self) -> tuple[float, float] | None:
-        """Return the bounds of differences, or of an arm's values where runs are unpaired. A metric counts as an
-        accuracy if higher is better and all values lie within 0 and 1; other metrics have no bounds (None)."""
+        """Return the smallest and the largest possible difference of an accuracy to the baseline's or to the target.
+        Where runs are unpaired, return the smallest and the largest possible accuracy. None for other metrics.
+
+        A metric counts as an accuracy if higher is better and the values of all runs lie within 0 and 1.
+        """
         finite = self.run_columns["value"][np.isfinite(self.run_columns["value"])]
         if self.primary_metric.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
             return None
@@ -306,16 +312,20 @@ class Judgement:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference
         and intervals.
 
-        A `target` has no entry. Means are over the seeds of `common_seeds`. A difference has an interval over seeds,
-        which holds together with all others, one that holds by itself (`alone`), and one over seeds and documents.
+        The baseline has an entry, a target value (`Question.target_value`) has none. Means are over the seeds of
+        `common_seeds`. A difference has three intervals. `difference`, over seeds, holds simultaneously with those of
+        all other comparisons. `alone`, over seeds, holds by itself. The third is `over_seeds_and_documents`.
         """
         arms = self.question.arms[self.question.target_value is not None :]
         return [self._summary_row(size, arm) for size in self.question.judged_rates for arm in arms]
 
     @cached_property
     def common_seeds(self) -> dict[str, np.ndarray]:
-        """Return, by size, a mask of the seeds that the size's means include: those with a finished run of every arm
-        that has finished runs. If arms have seeds of their own, each mean is over an arm's own finished runs."""
+        """Return, by size, a mask over seeds: whether the means of the size's arms include a seed. They do if every arm
+        that has finished runs has a finished run with this seed.
+
+        If runs are not paired by seed, the mask is True for all seeds: each mean is over an arm's own finished runs.
+        """
         common = {size: np.ones(len(self.question.seeds), bool) for size in self.question.judged_rates}
         for size, arm in product(common, self.question.arms) if self.question.is_paired else ():
             if (is_finished := self._finished_mask[self.judged_runs(size, arm)]).any():
@@ -467,12 +477,16 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
 
 
 def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None = None) -> dict[str, Plain] | None:
-    """Compute how runs scatter that differ in their seed alone; None if no arm has two runs. `runs`: a line for each
-    arm of a size, a column for each seed.
+    """Compute how runs scatter that differ in their seed alone; None if no arm has two runs.
 
-    Spreads are standard deviations with 95 % intervals, pooled over arms: of single runs, and of differences between
-    two arms paired by seed, over the seeds that all arms of a size share. `is_paired`: whether columns are known seeds,
-    so that runs of two arms can be paired. `difference`: a difference for which the seeds that detect it are counted.
+    The result has two standard deviations with 95 % intervals, pooled over arms. `single_runs` is that of single runs.
+    `paired_differences` is that of differences between two arms' runs of one seed, over the seeds that all arms of a
+    size share. `smallest_difference` holds the differences that some numbers of seeds detect, by design.
+
+    Args:
+        runs: a row for each arm of a size, a column for each seed.
+        is_paired: whether columns are known seeds, so that runs of two arms can be paired.
+        difference: a difference; the result then has the numbers of seeds that detect it (`seeds_needed`), by design.
     """
     degrees = runs.count(axis=1) - 1
     largest = float(runs.abs().max(axis=None))
@@ -509,7 +523,8 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
 
 
 def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
-    """Put the noise of runs into sentences. `noise`: the result of `measure_noise`; the key `of` names the runs."""
+    """Put the noise of runs into sentences. `noise`: the result of `measure_noise`, to which the caller has added an
+    entry `of`, which names the runs."""
     paired = noise["paired_differences"]
     yield f"{noise['of']}: {noise['runs']} runs"
     yield f"single runs scatter by {_spread_text(noise['single_runs'])}"
@@ -540,9 +555,12 @@ def seed_scatter_text(judgement: Judgement) -> str:
 
 
 def _pooled_std_and_interval(squares: float, degrees: int, largest: float) -> list[float] | None:
-    """Return a standard deviation, from a sum of squares with `degrees` of freedom, and the ends of its 95 % interval.
-    A standard deviation of at most 1e-9 times the `largest` value is rounding, and returned as 0. None if `degrees` is
-    0."""
+    """Return a standard deviation, from a sum of squares with `degrees` of freedom, and the ends of its 95 % interval;
+    None if `degrees` is 0.
+
+    `largest` is the largest absolute value of a run. A standard deviation of at most 1e-9 times this value is rounding,
+    and returned as 0.
+    """
     if not degrees:
         return None
     squares *= math.sqrt(squares / degrees) > 1e-9 * largest

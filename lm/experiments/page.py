@@ -240,7 +240,7 @@ def answer_cards(judgement: Judgement) -> list[VerdictCard]:
 
 
 def _adjustment_text(experiment: Experiment) -> str:
-    """Name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
+    """Name the test that compares arms, and the family of comparisons for which p values and intervals are adjusted."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary_metric
     test = "Student t intervals of paired differences over seeds"
     coverage = ": all intervals hold together with 95%, and each word follows from its interval"

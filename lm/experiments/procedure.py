@@ -118,7 +118,8 @@ class Procedure:
     def make_run(
         self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]
     ) -> Run:
-        """Return the run of an arm at a rate. `rates`: the rates of the arms from whose weights it starts, by arm."""
+        """Return the run of an arm at a stage, `tune` or `final`, with a rate and a seed. `rates`: by arm, the rates of
+        the arms from whose weights this arm starts."""
         experiment = self.experiment
         source = (
             self.make_run(size, self._arms[arm.source_arm], stage, rates[arm.source_arm], seed, rates)
@@ -178,8 +179,11 @@ class Procedure:
     def _tuned_rates(
         self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]
     ) -> dict[str, Rate] | None:
-        """Choose the rates of `arms` by their tuning runs, which are added to `runs`, or by the tuning table. None
-        while tuning runs have not ended. `rates`: the judged rates of the arms that `arms` start from.
+        """Choose the rates of `arms` by their tuning runs, or by the experiment's table of tuning runs (`tune.table`).
+        None while tuning runs have not ended.
+
+        rates: the judged rates of the arms that `arms` start from. runs: this method adds the tuning runs to it, by arm
+            and rate.
         """
         experiment = self.experiment
         if experiment.tuning_table is not None:
@@ -447,8 +451,8 @@ def tuned_rates(
 
 
 def rates_of_lowest_cost(costs: Mapping[str, CostsByRate], rates: Iterable[Rate] | None = None) -> dict[str, Rate]:
-    """Return each arm's rate of lowest mean cost in `rates` (None: all). An arm gets no rate if its best rate is at the
-    grid's edge or has a diverged run."""
+    """Return each arm's rate of lowest mean cost among `rates` (None: all rates of the arm). An arm gets no rate if its
+    best rate is the smallest or largest of them, or has a diverged run."""
     chosen = {}
     for arm, by_rate in costs.items():
         candidates = list(by_rate if rates is None else rates)

@@ -79,7 +79,8 @@ def units_of_part(units: pd.DataFrame, part: Literal["selects", "reports"]) -> p
 
 @dataclass(frozen=True)
 class Outcome:
-    """Reads from a run's folder whether training reached `last_step`, and whether `metric` was measured there."""
+    """Reads from a run's folder whether training reached `last_step`, and whether the primary metric was measured at
+    this step."""
 
     folder: Path
     last_step: int
@@ -105,8 +106,8 @@ class Outcome:
 
     @property
     def total_tokens(self) -> int:
-        """Return the tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the
-        weights that it started from."""
+        """Return the tokens that the run saw, plus the training tokens of the weights that it started from. Tokens of
+        the run are read from an evaluation of its last step; without one they are 0."""
         tokens = self.last_evaluations[0].tokens_seen if self.last_evaluations else 0
         if (self.folder / ENVIRONMENT_FILE).is_file():
             tokens += tokens_before_run(read_environment(self.folder))
@@ -115,10 +116,10 @@ class Outcome:
     @cached_property
     def state(self) -> RunStatus:
         """Return `diverged` if the run has diverged, `finished` if all that is planned exists, else `unfinished`.
-        Planned are the last checkpoint, the validation loss, `metric`, and all evaluations of the last step.
+        Planned are the last checkpoint, the validation loss, the primary metric, and all evaluations of the last step.
 
-        Raises RunError: the folder was copied, renamed or linked, so that the name in its config.yaml, which ends in a
-        hash of the configuration, is another; or a file was altered.
+        Raises RunError: the folder's name differs from the run's name in its config.yaml, as after a copy; or a file
+        was altered.
         """
         if not self.folder.is_dir():
             return "unfinished"
@@ -206,7 +207,8 @@ class Outcome:
     @cached_property
     def has_required_evaluations(self) -> bool:
         """Return whether each evaluation in `required_eval_options` was made at the last step with these options.
-        Without such options, the metric must have been measured with the run's own options, or not at all.
+        If `required_eval_options` is empty, return False only if the primary metric was measured with other options
+        than the run's own.
         """
         if not self.required_eval_options:
             measurement = self.evaluation_of(self.primary_metric_name)

@@ -51,8 +51,8 @@ def judge_table(
     target: float | None,
     unpaired: bool,
 ) -> Judgement:
-    """Judge the arms of a table of runs. Arguments and errors are as for `lm.judge`, which calls `condition` `where`,
-    and `split_columns` `by`."""
+    """Judge the arms of a table of runs. Arguments and errors are as for `lm.judge`. Two arguments have other names
+    there: `condition` is `where`, and `split_columns` is `by`."""
     problems: list[Problem] = []
     direction = {} if better is None else {"better": better}
     primary = build_block(PrimaryMetric, {"metric": metric, "matters": matters} | direction, "", problems)
@@ -128,10 +128,12 @@ def read_runs(
 ) -> tuple[pd.DataFrame, PrimaryMetric]:
     """Return the checked rows of the runs of a table, with the columns that docs/experiments.md names, and the metric.
 
-    Rows that chose a rate (`tune` in the column `stage`, or `selects` in the column `part`) are left out. The returned
-    metric has the name and the better direction that the rows give. Unless `is_paired`, the columns `arm` and `seed`
-    may be missing: without `arm` all runs are one arm, without `seed` each row is a run. Other arguments and errors are
-    as for `judge_table`.
+    Rows that chose a rate (`tune` in the column `stage`, or `selects` in the column `part`) are left out. In the
+    returned metric, a name that `primary` lacks comes from the rows. The better direction is the argument `better`,
+    else the entry of the column `better`, else lower.
+
+    Unless `is_paired`, the columns `arm` and `seed` may be missing: without `arm` all runs are one arm, without `seed`
+    each row is a run. Other arguments and errors are as for `judge_table`.
     """
     table = table.reset_index(drop=True)
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):
@@ -363,9 +365,10 @@ def _rows_to_judge(
 
 
 def _check_and_convert_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
-    """Check the rows, and convert values, weights and chances into numbers in place. Raises RunError: a number,
-    arm or seed is missing or invalid, or a run has several rows for one sequence. `columns`: those in which such rows
-    differ are named in the error.
+    """Check the rows, and convert values, weights and chances into numbers in place.
+
+    Raises RunError: a number, arm or seed is missing or invalid, or a run has several rows for one sequence. The error
+    then names the columns, among `columns`, in which these several rows differ.
     """
     if unknown_states := {*map(str, runs["state"].unique())} - {*RUN_STATES}:
         raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(RUN_STATES)}")

@@ -85,7 +85,7 @@ class ChildProcesses:
     def train(self, run: Run, devices: Devices | None, rank: int = 0) -> tuple[int, float]:
         """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit
         status of the run's last command, negative if a signal killed the command, and the seconds that all its commands
-        took. On a further node, whose process has a `rank`, `lm train` is the only command.
+        took. In a run on several nodes, a process whose `rank` is above 0 runs `lm train` alone.
         """
         # in a process that an earlier start left
         while not rank and is_run_training(run.config.run_folder) and not self._stop_event.is_set():
@@ -155,8 +155,8 @@ class TrainingJob:
         self._children: ChildProcesses | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
-        """Train or continue the run. Returns exit status and seconds of training. Of a job on several nodes each task
-        calls this; the first swaps weights before, and measures after.
+        """Train or continue the run. Returns exit status and seconds of training. In a job on several nodes each task
+        calls this method. Only the first task swaps normalizers before training, and evaluates after training.
         """
         from submitit import JobEnvironment
 
@@ -357,8 +357,8 @@ class ExperimentTrainer:
             RunsFailed: some runs failed; it is raised when no other run can be started.
             TrainingStopped: one of `STOP_SIGNALS` has arrived. Runs of this machine have saved a checkpoint; a
                 scheduler's jobs go on.
-            RunError: a job for which this process does not wait trains a run, a job failed, or a trained run lacks the
-                primary metric.
+            RunError: a trained run lacks the primary metric, a job failed, or a scheduler's job that this process does
+                not wait for is training a run.
         """
         self._check_job_records()
         pending, free = self.pending_runs, [*self.slots]
@@ -392,8 +392,8 @@ class ExperimentTrainer:
             raise RunsFailed(f"{len(self.failures_by_folder)} runs failed ({words}); {remedy}")
 
     def runs_to_start(self) -> list[Run]:
-        """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains
-        one of the runs.
+        """List the runs that can start now and that no process of this machine trains. Raises RunError: a scheduler's
+        job that this process does not wait for is training a run.
         """
         self._check_job_records()
         return [run for run in self._startable_runs(set()) if not is_run_training(run.config.run_folder)]
@@ -410,8 +410,8 @@ class ExperimentTrainer:
             wait(self.pending_runs)
 
     def _check_job_records(self) -> None:
-        """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait
-        trains a run.
+        """Delete the job records of runs that have ended. Raises RunError: a scheduler's job that this process does not
+        wait for is training a run.
         """
         for run in self.procedure.known_runs():
             record, path = _job_record(run), run.log_file(JOB_SUFFIX)
@@ -456,8 +456,8 @@ class ExperimentTrainer:
 
     def _make_failure(self, run: Run, status: int, outcome: Outcome) -> Failure:
         """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed
-        the run, the last line of its log, or the measurement that is missing. Raises RunError: no run measures the
-        primary metric."""
+        the run, the last line of its log, or the measurement that is missing. Raises RunError: no evaluation of the
+        experiment's runs measures the primary metric for each sequence."""
         log, folder = run.log_file(), run.config.run_folder
         metric = self.procedure.experiment.primary_metric.metric
         if status < 0:
@@ -476,9 +476,9 @@ class ExperimentTrainer:
         return Failure(status, reason, str(log))
 
     def _result_text(self, run: Run, outcome: Outcome) -> str:
-        """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared.
-        Both are measured on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return
-        `finished` if no such document is left."""
+        """Describe a tuning run by the metric that chooses rates, a final run by the primary metric. Both are means
+        over the held-out documents that choose rates, or for an accuracy over all questions. Return `finished` if no
+        such document is left."""
         experiment = self.procedure.experiment
         name = experiment.rate_choice_metric if run.stage == "tune" else experiment.primary_metric.metric
         try:

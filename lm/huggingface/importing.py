@@ -239,7 +239,7 @@ def read_tokenizer(
     The start token, which starts a document, is `end_of_text` if that is given. An empty list of end tokens means that
     the start token also ends a document.
 
-    vocabulary: number of token ids of the model. Raises RunError: as `import_model` does.
+    model_vocab_size: number of token ids of the model. Raises RunError: as `import_model` does.
     """
     start_token = end_of_text or _start_token(model)
     tokenizer, text = _checked_tokenizer(model, start_token, model_vocab_size)

@@ -122,10 +122,10 @@ class TransformersDecoder(nn.Module):
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: None = None,
         document_length: int | None = None
     ) -> tuple[Tensor, ForwardContext]:  # fmt: skip
-        """Return the tokens' embeddings (B, T, C) and the context for `blocks`, as `lm.model.attention_stream` calls
-        them.
+        """Return the tokens' embeddings (B, T, C) and the context for `blocks`, with the arguments of `Decoder.embed`.
 
-        This call runs the whole model and records every layer's queries, keys and values, which `blocks` then give.
+        This call runs the whole model and records every layer's queries, keys and values. `blocks` then add them to the
+        context, where `lm.model.attention_stream` reads them.
         """
         layout = layout or AttentionLayout.continuation(
             0, tokens.size(1), document_length or tokens.size(1), tokens.device
@@ -142,7 +142,8 @@ class TransformersDecoder(nn.Module):
 
     @property
     def blocks(self) -> list[Callable[[Tensor, ForwardContext], Tensor]]:
-        """Return a function for each layer that adds the layer's recorded queries, keys and values to the context."""
+        """Return a function for each layer, called like a block of `Decoder`. It adds the layer's recorded queries,
+        keys and values to the context, and returns its input x (B, T, C) unchanged."""
 
         def block(layer: int, x: Tensor, context: ForwardContext) -> Tensor:
             context.captured_inputs.append(AttentionInputs(x, *self._records[layer]))

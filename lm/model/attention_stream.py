@@ -54,9 +54,9 @@ def attention_blocks(
 ) -> Iterator[QueryBlock]:
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
-    Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the
-    decoder that `lm.model.swapped.with_inference_setting` returns. Memory holds queries and keys of one layer, and
-    `MAX_BLOCK_WEIGHTS` scores and as many weights at a time.
+    Training mode, gradients and autocast are as the caller has set them. For another inference setting, such as a
+    rescaled RoPE, pass the decoder that `lm.model.swapped.with_inference_setting` returns. Memory holds queries and
+    keys of one layer, and `MAX_BLOCK_WEIGHTS` scores and as many weights at a time.
 
     Args:
         queries: indices of queries in the sequence, negative ones from the end; None: all queries.

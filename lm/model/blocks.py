@@ -201,10 +201,10 @@ class ForwardContext:
         return x[:, self.output_start :] if self.output_start else x
 
     def attend(self, layer: AttentionBase, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the heads' outputs (B, H, T - output_start, E) for a layer's final queries q (B, H, T, D) and keys k
-        (B, K, T, D).
+        """Return the heads' outputs (B, H, T - output_start, E) at the tokens from the index `output_start` on.
 
-        v: values (B, K, T, E). x: the layer's input (B, T, C).
+        q, k: the layer's queries (B, H, T, D) and keys (B, K, T, D), after norms and rotation. v: values (B, K, T, E).
+        x: the layer's input (B, T, C).
         """
         normalizer, layout = layer.normalizer, self.layout
         q, k = normalizer.append_features(x, q, k)

@@ -182,7 +182,7 @@ def _map_logits(
     """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even
     under autocast.
 
-    tensors: N rows each. chunk_divisor: chunks are this many times shorter, where f holds this many times more tensors.
+    tensors: N rows each. chunk_divisor: the number of tensors (n, V) that f holds at once, by which chunks are shorter.
     Results are written in place: a tensor allocated between two chunks may keep glibc from reusing the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)

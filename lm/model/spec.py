@@ -116,11 +116,11 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
 
 
 def flops_per_token(decoder: Decoder) -> int:
-    """Return the training FLOPs per token: 6 per matrix entry, plus 3 T per dimension of each head's keys and of its
-    values. Sequences have T tokens, the training length.
+    """Return the training FLOPs per token: 6 N + 3 L H T (D + E). N is the number of matrix entries, L of layers, H of
+    heads. T is the training length, D the size of a head's keys, and E that of its values.
 
     Embedding look-ups are free. Scores that the causal mask hides are not counted. PaLM (arXiv 2204.02311, appendix B)
-    and nanoGPT count them: 6 N + 12 L H Q T for N matrix entries, L layers of H heads of size Q.
+    and nanoGPT count them, so that their attention term is twice as large: 6 N + 12 L H T D, for E = D.
     """
     config = decoder.config
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()

@@ -70,8 +70,8 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
 
 
 def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
-    """Return the inference settings that change no option which this decoder's normalizer lacks. Other settings may be
-    for another training phase.
+    """Return the inference settings whose changed options all exist in this decoder's normalizer. The other settings
+    may be for the normalizer of another training phase.
 
     For a decoder that takes no inference settings, only the setting it was trained with is returned.
     """

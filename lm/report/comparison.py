@@ -69,8 +69,8 @@ class Difference:
 
 
 class ArmMean(NamedTuple):
-    """Holds the mean of a metric over an arm's runs at one place: a point or a range of its axis. `metric` is that of
-    the first run; reference levels may differ between runs."""
+    """Holds the mean of a metric over an arm's runs at one place: a point or a range of its axis. `metric` is the
+    Metric of the arm's first run, whose reference levels may differ from those of the other runs."""
 
     metric: Metric
     mean: float
@@ -111,8 +111,8 @@ class ArmComparison:
 
     @cached_property
     def titled_rows(self) -> pd.DataFrame:
-        """Return the rows of the metrics that have a title. The new column `name` is the metric's index in
-        `metric_names`."""
+        """Return the rows of the metrics that have a title. The new column `name` holds an integer, the index in
+        `metric_names` of the row's metric."""
         rows = self.all_rows[self.all_rows["title"] != ""]
         return rows.assign(name=rows.groupby([*MetricName._fields], sort=False).ngroup())
 
@@ -158,9 +158,11 @@ class ArmComparison:
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """Return each arm's difference to the baseline in each metric, at the last point or range that both measured.
+        """Return each arm's difference to the baseline in each metric, at the last point or range where both were
+        measured.
 
-        If there is none, it is the last that either measured, and the difference says why it has no interval.
+        If they were measured nowhere in common, the difference is at the last point or range where one of them was
+        measured. It then says why it has no interval.
         """
         units = self.unit_values[self.unit_values["sample"].notna() & ~self.unit_values["control"]]
         indices = units.groupby(["name", "arm"], sort=False).indices
@@ -176,9 +178,13 @@ class ArmComparison:
         return differences
 
     def paired_differences(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows of the other arms with the difference to the baseline as `value`. A unit is paired with the
-        same sequence at the same point, in the baseline's run of the same seeds. Units that only one of the two runs
-        has are left out, and so are controls."""
+        """Return the rows of all arms but the baseline, with the difference to the baseline as `value`.
+
+        A unit is paired with the same sequence at the same point, in the baseline's run of the same seeds. Units that
+        only one of the two runs has are left out. So are units of control metrics, which only check a measurement.
+
+        rows: rows of `titled_rows` or `unit_values`.
+        """
         rows = rows[rows["sample"].notna() & ~rows["control"]]
         keys = ["name", "x", "until", "seeds", "data_fingerprint", "sequences", "sample"]
         unit = rows.groupby(keys, sort=False, dropna=False).ngroup()
@@ -272,8 +278,8 @@ class ArmComparison:
         return agreement, "; ".join(f"{arm}: {text}" for arm, text in by_arm.items())
 
     def reference_level(self, metric_unit: str) -> tuple[str, float] | None:
-        """Return the name and value of a finite reference level, such as the unigram cross-entropy, of a metric
-        measured in `metric_unit`; else None."""
+        """Return the name and value of the first finite reference level, such as the unigram cross-entropy, of the
+        metrics measured in `metric_unit`; None if they have none."""
         metrics = [metric for metric in self.run_means["about"].unique() if metric.unit == metric_unit]
         levels = [level for metric in metrics for level in metric.references if np.isfinite(level[1])]
         return next(iter(levels), None)
@@ -286,8 +292,9 @@ def drop_selection_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a frame of `evaluation_rows` without held-out documents that choose checkpoints or learning
     rates.
 
-    The names of these metrics get a suffix that says so, as in metrics.jsonl the plain name means all held-out text. A
-    curve that has only such documents at some point keeps its means over all documents, without values of sequences.
+    The names of metrics of held-out text get the suffix `REPORTING_SUFFIX`, as their plain names in metrics.jsonl mean
+    all held-out text. A curve that would lose a point, as only the left-out documents were measured there, is an
+    exception. It keeps its name, and has one row a point: the mean over all documents, without values of sequences.
     """
     is_text, reports = rows["part"] != "", rows["part"] == "reports"
     has_reports = reports.groupby(

@@ -223,8 +223,9 @@ def _point_interval(
 ) -> Interval | None:
     """Return the interval of an arm's mean, or of its paired difference, at `x`.
 
-    A mean has none in a range of positions (bin) unless the arm has a single run, nor for a control metric, which only
-    checks the measurement. `unit_rows` are the arm's units at `x`, `run_means` each run's mean.
+    A mean over several runs has no interval in a range of positions (bin). A mean of a control metric, which only
+    checks a measurement, has none anywhere. `unit_rows` are the arm's units at `x`, `run_means` each run's mean.
+    `shows_differences`: whether these are paired differences.
     """
     metric = unit_rows["about"].iloc[0]
     if shows_differences:

@@ -110,7 +110,8 @@ def _short_unit(unit: str) -> str:
 
 
 def _difference_table(comparison: ArmComparison, differences: list[Difference]) -> Table:
-    """Return a table of differences. Differences whose intervals cover different noise stand in different columns."""
+    """Return a table of differences. Differences whose intervals cover different sources of noise, such as `3 seeds`
+    and `documents, 1 seed`, stand in different columns."""
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [difference.arm for difference in differences]),
         (Column("metric", kind="label"), [difference.description for difference in differences]),
@@ -290,13 +291,14 @@ def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], b
 
 
 def _sequences_text(rows: pd.DataFrame) -> str | None:
-    """Return the number and length of the sequences of rows, by task; None if no metric says it."""
+    """Return the number and length of the sequences of rows, by task; None if no metric has them (`Metric.amount`)."""
     amounts = dict.fromkeys(zip(rows["task_label"], (metric.amount for metric in rows["about"]), strict=True))
     return "; ".join(": ".join(filter(None, pair)) for pair in amounts if pair[1]) or None
 
 
 def data_text(run: RunRecord) -> str:
-    """Return a run's text or tasks by name, and the size of text; sequences of symbols are made anew."""
+    """Return a run's text or tasks by name, and the number of training tokens. Sequences of symbols have no such
+    number, as they are generated in training."""
     source = {} if run.is_symbolic else flatten(run.config["data"].get("source"))
     names = [name for key, name in source.items() if name and key.rpartition(".")[2] in ("package", "dataset", "paths")]
     words = [str(part) for name in names for part in (name if isinstance(name, list) else [name])]

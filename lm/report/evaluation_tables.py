@@ -47,8 +47,8 @@ def result_rows(evaluation: Evaluation) -> list[dict[str, Plain]]:
     metric: its name in metrics.jsonl, else the quantity.
     value, low, high: the mean and the ends of its 95 % interval, if it has one.
     over: what the interval covers, or why there is no interval.
-    quantity: its name in reports; levels are named after it.
-    curve: the task, if the row is a point or range of a metric that is printed without intervals; else None.
+    quantity: the metric's name in reports; for a reference level `NAME: LEVEL`.
+    curve: the task, if the row is on a curve without intervals, which the terminal may shorten to its ends; else None.
     """
     measurements = evaluation_rows([evaluation])
     units = merge_bins_into_ranges(measurements)
@@ -89,7 +89,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
     """Print a table for each kind of evaluation: for many metrics only the overall means, for long curves only the
     first and last values.
 
-    `output`: the file or folder that holds all numbers. Runs with different data fingerprints are not comparable.
+    output: the file or folder to which the caller writes all numbers, named in a line below a shortened table.
     """
     folders = {result.folder for result in results}
     several_runs, has_equal_names = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)
@@ -122,8 +122,8 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
 
 
 def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of one kind of evaluation that the terminal shows: overall means of many metrics, and the first
-    and last values of long curves."""
+    """Return the rows of one kind of evaluation that the terminal shows. If the kind has many metrics, only the overall
+    means are shown. Otherwise long curves are shortened to their first and last values."""
     if rows["quantity"].nunique() > MAX_METRIC_COLUMNS:
         return rows[rows["where"] == ""]
     if rows["low"].isna().groupby(rows[RUN_HEADING]).sum().max() <= MAX_PRINTED_NUMBERS:

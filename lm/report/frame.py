@@ -39,8 +39,8 @@ FRAME_COLUMNS = (*RUN_COLUMNS, *MEASUREMENT_COLUMNS, "part", "weight", "value")
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     """Return the numbers that runs have measured, as a data frame with one row per number (`FRAME_COLUMNS`).
 
-    A mean is the average of `value` over the rows of a `part`, weighted by `weight`; over bins it is weighted by `until
-    - x`, too.
+    A mean is the average of `value`, weighted by `weight`, over the rows of one `part` of the held-out documents. Over
+    bins it is weighted by `until - x`, too.
 
     Args:
         folders: run folders, or folders that hold run folders, such as folders of experiments.
@@ -49,21 +49,18 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 
     Returns:
         The frame. Columns of the run: name, folder, experiment with its arm, size, stage and rate, seed, git commit,
-            and `state` (finished,
-        unfinished or diverged). Without an experiment `arm` is the normalizer with its options. `rate` is the value of
-        the tuned key, or optim.lr if no key is tuned.
+        and `state` (finished, unfinished or diverged). Without an experiment `arm` is the normalizer with its options.
+        `rate` is the value of the tuned key, or optim.lr if no key is tuned.
 
-        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric by its name in metrics.jsonl,
-            quantity (such as
-        `accuracy`, which is also the metric where metrics.jsonl has none), task (with its options where the evaluation
-        has another task of that name), inference setting, unit of the value, the better direction, and `chance`, the
-        value of a model that has learned nothing. `x` is the point on the axis or the start of a bin, and
-        `until` the end of a bin.
+        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, quantity (such as
+        `accuracy`), task, inference setting, unit and better direction. `metric` is the name in metrics.jsonl, or the
+        quantity where that file has no name. `task` has its options where the evaluation has another task of that name.
+        `chance` is the value of a model that has learned nothing. `x` is the point on the axis or the start of a bin,
+        and `until` the end of a bin.
 
         Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`.
-            `group` is the document.
-        `part` is `selects` for held-out documents that choose learning rates and checkpoints, and `reports` for all
-        others. A number of which only the mean is stored has no sample.
+        `group` is the document. `part` is `selects` for held-out documents that choose learning rates and checkpoints,
+        and `reports` for all others. A number of which only the mean is stored has no sample.
 
     Raises RunError: a folder without runs, or a file of a run that can't be read.
     """

@@ -195,7 +195,7 @@ def run_sections(
         arm_labels: labels of all arms, whose order decides their colours.
         runs: the runs that have begun.
         comparison: the comparison of finished runs; None: there are none.
-        model_size: the model size, with which names of the sections' files begin, and titles end; empty: there is one.
+        model_size: prefix of the names of the sections' files, and end of the titles; empty if all runs have one size.
         metric_titles: as in `curves_picture`.
         tuning_section: a section that follows the first.
         is_omitted: whether to leave out a configuration key that arms differ in.

@@ -176,10 +176,10 @@ def evaluation_rows(evaluations: Sequence["Evaluation"]) -> pd.DataFrame:
     """Return the rows of evaluations as one frame. The column `about` holds each row's Metric, as a category; the
     `EVALUATION_FACT_COLUMNS` hold facts about each evaluation.
 
-    More columns are `evaluation`, the index in `evaluations`, and the metric's `quantity`, `title`, `unit`, `better`
-    and `control`. `task_label` is the task, with its options where another task has the same name. `logged` says
-    whether training logs the mean at the row's point. `axis_kind` is `number` without an axis, `bins` if points are
-    ranges of the axis, else `points`.
+    More columns are `evaluation`, the index in `evaluations`, and the metric's `quantity`, `title`, `unit` and
+    `better`. `control` says whether the metric only checks a measurement. `task_label` is the task, with its options
+    where another task has the same name. `logged` says whether training logs the mean at the row's point. `axis_kind`
+    is `number` without an axis, `bins` if points are ranges of the axis, else `points`.
     """
     rows = join_rows([evaluation.frame for evaluation in evaluations])
     rows = rows.astype({name: object for name, kind in COLUMNS.items() if kind is object})

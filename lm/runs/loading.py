@@ -316,7 +316,7 @@ def save_model(
     Args:
         decoder: the decoder with its weights, on any device.
         tokenizer: a tokenizer.json of the `tokenizers` library; None: the model has no text.
-        end_of_text: the tokenizer's token that starts a document.
+        end_of_text: the tokenizer's separator of documents, such as <|endoftext|>, which stands before each document.
 
     Raises:
         RunError: RoPE is rescaled (`with_inference_setting`), weights are not finite, the tokenizer has more tokens

@@ -136,9 +136,9 @@ def is_unlearned(
     """Return whether `mean` is not better than `unlearned_level`, the value of the metric for a model that has learned
     nothing. False if `unlearned_level` or `mean` is NaN.
 
-    A fraction of right answers is better only if the lower end of its 95 % interval is above `unlearned_level`. Such
-    a metric has `groups`, values within 0 and 1, and higher is better. `values`, `weights` and `groups` are as for
-    `interval_over_questions`; `better` is `lower` or `higher`.
+    A fraction of right answers is better only if the lower end of its 95 % interval is above `unlearned_level`. A
+    metric counts as such a fraction if higher is better, `groups` is given, and all `values` are within 0 and 1.
+    `values`, `weights` and `groups` are as for `interval_over_questions`; `better` is `lower` or `higher`.
     """
     if better == "lower":
         return bool(mean >= unlearned_level)
