@@ -25,8 +25,8 @@ SCALING_FACTOR_HELP = "scaling factor s; null: the sequence's length in training
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE stays as in training. This is the base class of scalings of RoPE for sequences s times as long as in
-    training.
+    """Base class of scalings of RoPE for sequences s times as long as in training. The base class itself leaves RoPE as
+    in training.
     """
 
     name: ClassVar[str] = "as_trained"
@@ -255,8 +255,8 @@ class EvaluationKindConfig(EvaluationTiming):
         """Yield a problem for each contradiction between this block and other keys, such as sequences that exceed
         learned positions. Paths are relative to this block.
 
-        This method is called only if the evaluation is on. With learned positions, `length_factor: auto` takes at most
-        the training length.
+        This method is called only if the evaluation is on. `length_factor: auto` never contradicts learned positions,
+        as with them it takes at most the training length.
         """
         if data.symbolic and self.needs_text:
             yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")

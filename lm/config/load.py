@@ -221,7 +221,8 @@ def read_yaml(path: Path, inheriting_files: tuple[Path, ...] = ()) -> dict[str, 
     """Read the keys of a file, merged over the keys of the files that the key `base` in it names. The paths in `base`
     are relative to the file's folder, or are names of presets.
 
-    inheriting_files: the files through whose keys `base` this file is read, each inheriting from the next.
+    inheriting_files: the chain of files whose keys `base` led to this file, outermost first; a file in its own chain is
+    an error.
 
     Raises ConfigError: a file can't be read or is not a configuration; the message names the file.
     """

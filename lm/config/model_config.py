@@ -15,8 +15,8 @@ from lm.errors import Problem
 
 @dataclass(frozen=True)
 class TrainedScaling:
-    """RoPE's frequencies are not rescaled. This is the base class of rescalings with which a model was, or will be,
-    trained.
+    """Base class of rescalings of RoPE's frequencies with which a model was, or will be, trained. The base class itself
+    leaves the frequencies as they are.
     """
 
     name: ClassVar[str] = "none"
@@ -176,7 +176,7 @@ class Rope(Position):
         return not self.layers or self.layers[layer % len(self.layers)]
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem if `layers` says the same of all layers."""
+        """Yield a problem if the entries of `layers` are all true or all false."""
         if len({*self.layers}) == 1:
             yield Problem(
                 "layers",
@@ -225,10 +225,11 @@ class AttentionBlock:
         return model.head_size or model.n_embd // model.n_head
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool | None]:
-        """Return {key: value} of the options of `model` that may be null, with each null replaced by the value that it
-        stands for.
+        """Return {key: value} of the options of `model` that may be null, in one form for all configurations of the
+        same model.
 
-        Configurations of the same model give equal values. `mlp_bias` is None where it is null or equals `bias`.
+        Each null is replaced by the value that it stands for. The exception is `mlp_bias`, which is None both where it
+        is null and where it equals `bias`.
         """
         return {
             "n_kv_head": model.kv_heads,
@@ -274,7 +275,7 @@ class GAUBlock:
         return self.key_size
 
     def value_dims(self, model: "ModelConfig") -> int:
-        """Return the number of dimensions of the values, which the gate has, too."""
+        """Return the number of dimensions of the values, which is also that of the gate."""
         return int(self.expansion * model.n_embd)
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool]:

@@ -126,7 +126,7 @@ def options_from_plain(plain_options: Mapping[str, Plain]) -> Options | None:
 
 
 def description(plain_options: Mapping[str, Plain]) -> str:
-    """Return the formula and source of a normalizer, by its options in a run folder, and its `label`."""
+    """Return the formula, source and `label` of the normalizer that has these options, plain data from a run folder."""
     entry, options = OPTIONS_BY_NAME.get(plain_options["name"]), options_from_plain(plain_options)
     formula, source = options.formula() if options else plain_options["name"], f" ({entry.source})" if entry else ""
     return f"{formula}{source}; {label(plain_options)}"

@@ -63,9 +63,9 @@ def variant(
     """Make a field for a block whose `name` selects a dataclass in `block_classes`. A configuration that gives a name
     alone takes all defaults.
 
-    `default` is the name of the dataclass whose defaults the field has. If it is None, the field may be null. If it is
-    a list, the field holds a list of such blocks. If it is a dict, the field maps names that the user chooses to such
-    blocks.
+    `default` names the dataclass of which the field by default holds an instance. If `default` is None, the field is
+    null by default. If it is a list, the field holds a list of such blocks. If it is a dict, the field maps names that
+    the user chooses to such blocks.
 
     Args:
         effect, omit_default: as in `key`.
@@ -97,8 +97,8 @@ def section(
 def fields_at(block_class: type, path: str) -> list[Field]:
     """Return the fields along a dotted path such as `a[0].b`, the outermost first; [] if there is no such key.
 
-    The list ends early at a field of plain data, and at a choice of blocks if none of them has the next name: a
-    plugin's block may have it.
+    The list ends early at a field of plain data. It also ends early where none of the blocks to choose from has the
+    next key, since a plugin's block may have that key.
     """
     specs, block_classes, is_choice = [], [block_class], False
     for name in path.split("."):
@@ -117,8 +117,9 @@ def fields_at(block_class: type, path: str) -> list[Field]:
 def effect_at(block_class: type, path: str) -> Effect | None:
     """Return the effect of the key at the dotted `path`; None if `block_class` has no such key.
 
-    A path into a key's plain data has the key's effect. An option of a plugin has the effect of the plugin's block. If
-    a field declares `affects` alone, `on_resume` is `same` where model, training or seed is affected, else `free`.
+    A path into a key's plain data has the key's effect. An option of a plugin has the effect of the plugin's block. A
+    field may declare `affects` without `on_resume`. A resumed run must then keep the key's value (`same`) if the key
+    affects model, training or seed, and may otherwise change it (`free`).
     """
     specs, entries = fields_at(block_class, path), {}
     for changes in (spec.metadata["effect"] or {} for spec in specs):
@@ -133,7 +134,8 @@ def build_block(
 ):
     """Return an instance of `block_class` made from plain `data`. Append each problem of a single key to `problems`.
 
-    Keys in the attribute `required_keys` of `block_class` must be given, without empty items.
+    Keys in the attribute `required_keys` of `block_class` must be given; values that are empty, or lists with an empty
+    text, are refused.
 
     Args:
         path: the block's path, which begins the paths of problems.

@@ -22,7 +22,7 @@ from lm.plain import Plain, flatten, to_plain
 @dataclass
 class ExperimentConfig:
     """The options of the block `experiment`, which `lm compare` sets in each run: the run's experiment, arm, size,
-    stage and learning rate. In runs of other commands these options are null.
+    stage (tuning or final) and learning rate. In runs of other commands these options are null.
     """
 
     name: str | None = key(None, "name of the experiment")
@@ -150,8 +150,8 @@ class Config:
         return min(bisect_right(self.phase_ends, step), len(self.training_phases) - 1)
 
     def model_in_phase(self, phase_index: int) -> ModelConfig:
-        """Return the decoder's options in a phase of `training_phases`. The training length is `data.seq_len` in all
-        phases.
+        """Return the decoder's options in a phase of `training_phases`, with this phase's normalizer and positions.
+        Formulas take `data.seq_len` as the training length in all phases, also in one that has a `seq_len` of its own.
         """
         positions = [entry.position for entry in self.training_phases[: phase_index + 1] if entry.position]
         position = positions[-1] if positions else self.model.position

@@ -46,10 +46,10 @@ def assign_slots_to_streams(weights: Sequence[float], seed_integers: tuple[int, 
 
     Returns int64 (2, k): each slot's stream index, and the slot's number (from 0) within this stream.
 
-    A stream with a fraction w of all weights draws one due time in each interval of 1 / w slots. Slots go to streams in
-    the order of due times. The stream gets t w of the first t slots, with an error of at most 1 + w times the number of
-    streams. As due times are random, no stream always fills the same slots of a step. `TrainSequences` assigns steps to
-    lengths in the same way.
+    Time is counted in slots. A stream with a fraction w of all weights is due once in each interval of 1 / w slots, at
+    a random time. Slots go to streams in the order of these due times. Among n streams it gets t w of the first t
+    slots, with an error of at most 1 + w n. As due times are random, no stream always fills the same slots of a step.
+    `TrainSequences` assigns steps to lengths in the same way.
 
     Args:
         weights: a weight above 0 for each stream; they need not sum to 1.
@@ -187,6 +187,8 @@ def _epoch_starts(seed_integers: tuple[int, ...], n_tokens: int, seq_len: int) -
 class TaskStream:
     """Makes training sequences of a synthetic task, in which only answers count in the loss. Two sequences may be equal
     by chance.
+
+    min_length: tokens of the shortest training sequences.
 
     Raises TaskError: the task needs sequences of more than `min_length` tokens, has no training contents (keys,
     numbers), or lacks filler.

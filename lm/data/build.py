@@ -225,10 +225,11 @@ def _write_shard(
     on_error: str,
     advance: Callable[[int], None],
 ) -> list[Plain]:
-    """Write the tokens of documents to the file of their split in `paths`. Return [index, reason] of each document that
-    can't be decoded from its tokens.
+    """Write the tokens of each document to the file of its split. Return [index, reason] of each document that can't be
+    decoded from its tokens.
 
-    If `on_error` is `fail`, the first such document raises UnreadableError.
+    `paths` has the file of each split, by the split's number; `assignment` has the split's number of each document. If
+    `on_error` is `fail`, the first such document raises UnreadableError.
     """
     omitted: dict[int, str] = {}
     with ExitStack() as stack:
@@ -359,12 +360,12 @@ def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
-    """Return the hashes of the documents to hold out: the smallest hashes of each source, until their documents have
-    `fraction` of the source's bytes.
+    """Return the hashes of the documents to hold out. Each source gives its smallest hashes, until the documents that
+    have them make up `fraction` of the source's bytes.
 
-    No source contributes all its hashes. A document is large if it has more than half of a source's bytes and more than
-    `fraction` of them; it stays in training. A source with a large document contributes no further hashes once their
-    documents have half of the bytes of its other documents.
+    No source gives all its hashes. A document stays in training if it is large: if it has more than half, and more than
+    `fraction`, of its source's bytes. Where a source has a large document, half of the bytes of its other documents are
+    enough, even if `fraction` asks for more.
 
     sources: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """

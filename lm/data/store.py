@@ -221,7 +221,9 @@ BLOCK_BYTES = 512 << 10  # bytes of a shard that are read at a time
 
 
 def write_store_file(path: Path, content: bytes) -> None:
-    """Write a file of a store completely or not at all. Raises RunError with a remedy."""
+    """Write a file of a store completely or not at all. Raises RunError: the file can't be written; the message has a
+    remedy.
+    """
     write_together({path: content}, STORE_NAME_IN_ERRORS)
 
 
@@ -237,8 +239,8 @@ def finish_store(
 
     Args:
         sources: the numbers of documents and bytes of each source in each split.
-        target_counts: for each split, how often each token is predicted, (V,); None: as often as it occurs. If they are
-            given, each token counts as one byte.
+        target_counts: for a store of symbols, how often each is predicted in each split, (V,); in losses per byte a
+            symbol is one byte. None: the store holds text, and a token is predicted as often as it occurs.
     """
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
     splits: dict[str, dict[str, Plain]] = {}

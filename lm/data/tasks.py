@@ -43,8 +43,8 @@ class Example:
     """A sequence of a task, and the spans [start, stop) of its tokens that hold the answers, and the evidence for them.
 
     Row q of `answer_spans` is the span of answer q, which follows question q. Row q of `evidence_spans` is the span of
-    the earlier tokens that show answer q: the same tokens, or with `MQAR.joined` the one symbol that stands for key and
-    value.
+    the earlier tokens that show answer q. These are the answer's tokens where the sequence states them, or with
+    `MQAR.joined` the one symbol that stands for key and value.
     """
 
     tokens: np.ndarray  # (length + 1,) int64
@@ -153,14 +153,14 @@ class TaskText:
         return np.array(encode_with_offsets(self._tokenizer, text).ids, np.int64)
 
     def encode_before_number(self, text: str) -> np.ndarray:
-        """Return `encode(text)`, followed by the token of the space before the next number if `encode_number` leaves
-        this space out.
+        """Return `encode(text)` for a text that a number follows. The token of the space between them is appended if
+        `encode_number` leaves it out.
         """
         return np.concatenate((self.encode(text), self._number_space_ids))
 
     def encode_number(self, number: int | str) -> np.ndarray:
-        """Return the token ids of a number after a space: int64 (tokens,). The space is left out if the tokenizer adds
-        a space to each text and has a token for that space alone.
+        """Return the token ids of a number after a space: int64 (tokens,). The space's token is left out if the
+        tokenizer puts a space before each text and always encodes it as a token of its own.
         """
         return self.encode(f" {number}")[len(self._number_space_ids) :]
 

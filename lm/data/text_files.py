@@ -149,7 +149,9 @@ _SPLIT_LOCATION_TEXT = ": document from byte "  # in the location of a document 
 
 
 def file_documents(source: FileSource, vocabulary: object = None) -> Documents:
-    """Yield the documents of files. Raises DataError after the last one if the separator occurs in no text file."""
+    """Yield the documents of local files. Raises DataError after the last document if `source.separator`, which splits
+    text files into documents, occurs in none of them.
+    """
     is_split = not source.separator
     for document, location in read_files(source_files(source), source):
         is_split = is_split or _SPLIT_LOCATION_TEXT in location
