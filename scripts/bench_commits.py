@@ -130,7 +130,7 @@ def start_worker(timed_model: dict[str, object], package_folder: Path) -> subpro
 
     Args:
         timed_model: what the process times, as `WORKER_SCRIPT` reads it: shape, threads, recipe and normalizer.
-        tree: folder with the commit's package.
+        package_folder: folder with the commit's package.
     """
     command, environment = (
         [sys.executable, "-c", WORKER_SCRIPT, json.dumps(timed_model)],

@@ -2,9 +2,9 @@
 
 python scripts/collect.py FOLDER NAME [--add]
 
-A line is a run's mean of one metric at one inference setting and length, on the documents that report. Final runs also
-have losses by position and by training tokens. `--add` keeps the lines of other runs, such as seeds that another
-machine has trained.
+A line is a run's mean of one metric at one inference setting and length, on the held-out documents that choose no
+learning rate. Final runs, which are trained after rates are chosen, also have losses by position and by training
+tokens. `--add` keeps the lines of other runs, such as seeds that another machine has trained.
 """
 
 import argparse

@@ -21,7 +21,10 @@ ARM_COLOUR_NUMBERS |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048
 
 
 def final_run_lines(name: str) -> pd.DataFrame:
-    """Return the lines of seeds.csv, as scripts/collect.py writes them, that belong to an experiment's final runs."""
+    """Return the lines of seeds.csv, as scripts/collect.py writes them, that belong to an experiment's final runs.
+
+    Final runs are trained after learning rates are chosen. Tuning runs, which choose them, are left out.
+    """
     data = pd.read_csv(RESULTS_FOLDER / name / "seeds.csv", dtype={"setting": str})
     data, keys = data[data.stage == "final"], [key for key in ("size", "arm", "rate") if key in data]
     seeds = data.groupby(keys)["seed"].unique().map(sorted).map(tuple)
@@ -46,7 +49,7 @@ class ExperimentResults:
 
     @property
     def table_name(self) -> str:
-        """Return the name that marks the tables in the page, and that the picture's file has in docs/."""
+        """Return the name of the tables in the page, which is also that of the picture's file in docs/."""
         return self.name
 
     @property
@@ -83,7 +86,8 @@ def compare_at_best_rates(
         arm_values: the arm's values (seeds,) by learning rate, the best rate first.
         baseline_values: the baseline's values, in the same way.
         higher_is_better: whether values are accuracies, of which higher ones are better.
-        other_values_chose_rates: whether other values chose the rates. A verdict must then hold at every pair of rates.
+        other_values_chose_rates: whether learning rates were chosen by other values than these, such as by losses at
+            another length. A verdict must then hold at every pair of an arm's rate and a baseline's rate.
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
@@ -115,16 +119,16 @@ def trend_table(
     format_values: Callable[[np.ndarray], str],
     *display_scale: float,
 ) -> str:
-    """Return a Markdown table of values by part of training, and of their change from the start to the end of training.
+    """Return a Markdown table of values of runs by a fraction of training, such as the time of a swap in a run.
 
-    A change is the slope of a line through the runs of a seed. The verdicts are one family: their intervals hold
-    together.
+    The last column has the change of the value from fraction 0 to 1: the slope of a line through each seed's runs. The
+    verdicts on these changes are one family: their intervals hold together.
 
     Args:
-        values_by_training_part: values (seeds,) by part of training (0 to 1), by the name of the trend.
+        values_by_training_part: for each trend, by its name, values (seeds,) by fraction of training (0 to 1).
         matters: smallest change of interest.
         higher_is_better: whether values are accuracies.
-        format_values: function from the values of a part's runs to their words.
+        format_values: function from the values at one fraction to their words.
         display_scale: factor and decimal places of `verdict_text`.
     """
     parts = sorted({part for values in values_by_training_part.values() for part in values})

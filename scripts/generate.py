@@ -6,8 +6,8 @@ python scripts/generate.py --no-results   without tables and pictures of results
 
 docs/config.md, docs/metrics.md and docs/normalizers.md are made from keys, metrics and normalizers.
 tests/inventory.yaml is made from commands and keys, tables and pictures of docs/ from results/ (scripts/recompute.py).
-tests/house_size.json gets today's sizes, unless a sum has risen. Training curves are written by scripts/curves.py
-alone.
+tests/house_size.json gets today's numbers of code tokens, unless that of lm/, scripts/ or tests/ has risen. Training
+curves are written by scripts/curves.py alone.
 """
 
 import argparse
@@ -124,7 +124,8 @@ def _markdown_row(*cells: str) -> str:
 
 
 def main() -> int:
-    """Write or check the generated texts; return 1 if a text is out of date in a check or a size has risen, else 0."""
+    """Write or check the generated texts. Return 1 if a text is out of date in a check, or if the code tokens of lm/,
+    scripts/ or tests/ have risen; else return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--no-results", action="store_true")

@@ -180,8 +180,8 @@ def sdpa_kernels(output_folder: Path) -> list[ReportLine]:
 
 
 def time_kernels(output_folder: Path) -> list[ReportLine]:
-    """Time attention alone, forward and backward, of every normalizer over softmax, and check the kernels of
-    elementwise ones.
+    """Time attention alone, forward and backward, of every normalizer, also as a ratio to softmax. Check that the
+    Triton kernel of elementwise normalizers and the kernels of other packages can be used.
     """
     arguments = argparse.Namespace(
         bf16=True, n_head=16 if ON_GPU else 2, seq_len=4096 if ON_GPU else 64, device=DEVICE.type

@@ -41,8 +41,9 @@ class LossResults(ExperimentResults):
         labels: words for the rows of the table, by their names. A row's name begins with the name of its arm. After a
             comma stands what an inference setting changes of the normalizer, such as `ssmax, n=fixed:753`.
         compared_pairs: the rows that are compared, each with its baseline.
-        columns: for each setting its words, and (end of the arms' names if there are such arms, metric, inference
-            setting, x).
+        columns: by the setting's words, (suffix, metric, inference setting, x). If there is an arm whose name is a
+            row's arm with this suffix, the setting shows that arm in the row. x is a length or a position in tokens; 0
+            if the metric has none.
         decisive_settings: the settings that are compared; all verdicts are one family, whose intervals hold together.
         tuning_setting: the setting whose loss chose the learning rates. A verdict in another setting must hold at every
             rate.
@@ -50,15 +51,16 @@ class LossResults(ExperimentResults):
         shown_size: the model size or corpus whose runs are shown; empty if there is only one.
         picture_rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel each setting.
         train_length: training length, in tokens.
-        trend_arms: for each trend its arms, each with its part of training (0 to 1), such as the time of a swap. A line
-            is fitted through each seed's runs.
-        shows_token_counts: whether a table gives the training tokens that each arm took to the highest final loss of
-            any run.
+        trend_arms: for each trend its arms, each with a fraction of training (0 to 1), such as the time of its swap. A
+            line is fitted through each seed's runs.
+        shows_token_counts: whether there is a table of the training tokens that each arm needs to reach a common loss
+            (`token_table`).
         table_suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
         is_accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better.
         ranks_arms: whether rows are sorted by their losses in the setting that rates were tuned on, and drawn in a
             picture.
-        extra_columns: columns of another experiment, by heading: a function from a row's name to its words.
+        extra_columns: further columns, such as results of another experiment. By heading, each is a function from a
+            row's name to the words of its cell.
         draws_intervals: whether the verdicts' differences and intervals are drawn.
         transfer_settings: settings whose change from `tuning_setting` is compared between pairs, as one family of its
             own.
@@ -83,7 +85,7 @@ class LossResults(ExperimentResults):
 
     @property
     def table_name(self) -> str:
-        """Return the name that marks the tables in the page, and that the picture's file has in docs/."""
+        """Return the name of the tables in the page, which is also that of the picture's file in docs/."""
         return "-".join(filter(None, (self.name, self.shown_size, self.table_suffix)))
 
     @property
@@ -111,7 +113,7 @@ class LossResults(ExperimentResults):
         return sorted(self.labels, key=best.__getitem__) if best else [*self.labels]
 
     def values_by_rate(self, row_name: str, column: str) -> dict[float, np.ndarray]:
-        """Return the losses (seeds,) of a row in a setting by learning rate.
+        """Return the losses (seeds,) of a row in the setting `column` by learning rate.
 
         The rate that is best in the setting `tuning_setting` comes first.
         """
@@ -120,8 +122,8 @@ class LossResults(ExperimentResults):
         return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
 
     def _losses_of_row(self, row_name: str, column: str) -> dict[float, np.ndarray]:
-        """Return the losses (seeds,) of a row in a setting by learning rate; {} if the metric is optional and was not
-        measured.
+        """Return the losses (seeds,) of a row in the setting `column` by learning rate. Return {} if the metric is
+        optional and was not measured.
 
         Raises LookupError: a loss or an accuracy was not measured.
         """
@@ -137,8 +139,8 @@ class LossResults(ExperimentResults):
 
     @cached_property
     def _losses(self) -> dict[tuple[str, str, str, int], dict[float, np.ndarray]]:
-        """Return the losses (seeds,) of the columns' metrics, by (arm, metric, inference setting, x) and by learning
-        rate.
+        """Return the losses (seeds,) of the columns' metrics, by (arm, metric, inference setting, length or position)
+        and by learning rate.
         """
         data = self.final_runs[
             self.final_runs.metric.isin({metric for _, metric, *_ in self.columns.values()})
@@ -256,7 +258,8 @@ class LossResults(ExperimentResults):
         return markdown_table([["", "minus", *self.transfer_settings], *rows])
 
     def trend_table(self) -> str:
-        """Return a Markdown table of the losses in the decisive settings by part of training, and of their change."""
+        """Return a Markdown table of the losses in the decisive settings by fraction of training (`trend_arms`), and of
+        their change."""
         values_by_training_part = {
             f"{name}, {column}": {
                 part: next(iter(self.values_by_rate(arm, column).values())) for arm, part in arms.items()
@@ -267,9 +270,10 @@ class LossResults(ExperimentResults):
         return trend_table(values_by_training_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
     def token_table(self) -> str:
-        """Return a Markdown table of the training tokens that each row's arm took to the highest final loss of any run.
+        """Return a Markdown table of the training tokens with which each row's arm reaches a common loss. This loss is
+        the highest final loss of any run.
 
-        Beside them are their factors to the baseline's, with 95 % intervals over seeds. Means are geometric.
+        Beside them are their ratios to the baseline's tokens, with 95 % intervals over seeds. Means are geometric.
         """
         curves = self.final_runs[self.final_runs.metric == "val loss by tokens"].pivot(
             index=["arm", "seed"], columns="x", values="value"
@@ -354,8 +358,8 @@ class LossResults(ExperimentResults):
     def _draw_losses(self) -> bytes:
         """Draw a line for each row of the table, with its loss in each setting: dots are seeds, rings are means.
 
-        Broken lines are the first label's means. A ring is filled if a verdict says that the difference is larger than
-        `matters`.
+        Broken lines are the means of the baseline, the first of `labels`. A ring is filled if a verdict says that the
+        difference is larger than `matters`.
         """
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.endswith("loss")]
         large = {
@@ -423,7 +427,7 @@ class LossResults(ExperimentResults):
             return svg_bytes(figure)
 
     def _losses_by_position(self, row_name: str, column: str) -> pd.DataFrame:
-        """Return the losses by position (positions, seeds) of a row in a setting, at its best rate.
+        """Return the losses by position (positions, seeds) of a row in the setting `column`, at its best rate.
 
         Positions begin at an eighth of the training length.
         """
@@ -451,6 +455,7 @@ def tokens_to_reach(tokens: Sequence[int], losses: Sequence[float], level: float
 
 
 def _arm_and_setting(row_name: str, setting: str) -> tuple[str, str]:
-    """Return a row's arm, and the inference setting with what the row's name changes of the normalizer."""
+    """Return a row's arm, and `setting` followed by the normalizer's option that the row's name changes, such as
+    `theta x 50, n=fixed:753`."""
     arm, comma, change = row_name.partition(", ")
     return arm, setting + comma + change

@@ -39,7 +39,7 @@ class Overview:
         recall_results: accuracies of the same arms.
         long_setting: the setting of `long_loss_results` that is shown.
         docs_page: page of docs/ that holds the table.
-        table_name: name that marks the table in the page, and that the picture's file has in docs/.
+        table_name: name of the table in the page, and of the picture's file in docs/.
     """
 
     short_loss_results: LossResults
@@ -93,7 +93,8 @@ class Overview:
 
     @cached_property
     def arms_by_tier(self) -> Mapping[str, list[str]]:
-        """Return the arms of each tier, sorted by their loss beyond the training length."""
+        """Return the arms of each tier (`TIER_TITLES`), sorted by their loss beyond the training length. A tier holds
+        the arms with verdicts `better`, `worse`, both or neither."""
         tiers: dict[str, list[str]] = {title: [] for title in TIER_TITLES}
         for arm in self.long_loss_results.row_names:
             if arm != self.baseline:
@@ -160,7 +161,8 @@ class Overview:
             return svg_bytes(figure)
 
     def _draw_row(self, axes: Axes, row: float, arm: str, verdicts: Mapping[int, Verdict]) -> float:
-        """Draw an arm's row at the height `row`, and return the height of the next row."""
+        """Draw an arm's row at the height `row`, and return the height of the next row. `verdicts`: verdicts on the
+        arm's numbers, by the index of the number."""
         axes.text(-2.2, row + 0.5, self.long_loss_results.labels[arm], va="center")
         for number, cell in enumerate(self.number_cells(arm)):
             if fill := VERDICT_COLOURS.get(verdicts[number].kind) if number in verdicts else None:

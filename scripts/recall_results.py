@@ -41,8 +41,8 @@ class RecallResults(ExperimentResults):
         task: the task whose accuracy is shown.
         compared_column: if arms are not tuned, the column (rate or size) by whose values they are compared.
         ranks_arms: whether arms are sorted by their accuracy at their best rates.
-        trend_arms: for each trend its arms, each with its part of training (0 to 1), such as the time of a swap. A line
-            is fitted through each seed's runs.
+        trend_arms: for each trend its arms, each with a fraction of training (0 to 1), such as the time of its swap. A
+            line is fitted through each seed's runs.
     """
 
     baseline: str
@@ -57,12 +57,13 @@ class RecallResults(ExperimentResults):
 
     @property
     def token_word(self) -> str:
-        """Return the word for the tokens of a sequence."""
+        """Return the word for the tokens of the task's sequences: `symbols` or `tokens`."""
         return "symbols" if self.task == "mqar" else "tokens"
 
     @property
     def guess_accuracy(self) -> float:
-        """Return the accuracy, in per cent, of a guess among the answers not asked for yet: H_k / k for k questions."""
+        """Return the accuracy, in per cent, of a guess among the answers not asked for yet: H_k / k for k questions,
+        with H_k = 1 + 1/2 + ... + 1/k."""
         count = QUESTIONS_BY_TASK[self.task]
         return 100 * sum(1 / rank for rank in range(1, count + 1)) / count
 
@@ -167,9 +168,9 @@ class RecallResults(ExperimentResults):
         return f"{rate_or_size:,}" if self.compared_column == "size" else rate_text(rate_or_size)
 
     def half_accuracy_length(self, arm: str, rate_or_size: float | None = None) -> str:
-        """Return words for the median length at which an arm's accuracy falls below 1/2.
+        """Return words for the length at which an arm's accuracy falls below 1/2, the median over seeds.
 
-        rate_or_size: the arm's runs; None: those of its best rate.
+        rate_or_size: the learning rate, or size, of the runs (`compared_column`); None: the arm's best rate.
         """
         rate_or_size = self.rates(arm)[0] if rate_or_size is None else rate_or_size
         by_length = np.array([self.accuracies[arm, rate_or_size, length] for length in self.lengths])
@@ -181,8 +182,8 @@ class RecallResults(ExperimentResults):
         return _token_text(median, f"not up to {self.lengths[-1]:,}") + counted
 
     def trend_table(self) -> str:
-        """Return a Markdown table of the accuracy at the first decisive length by part of training, and of
-        its change.
+        """Return a Markdown table of the accuracy at the first decisive length by fraction of training (`trend_arms`),
+        and of its change.
         """
         values_by_training_part = {
             name: {
@@ -201,8 +202,8 @@ class RecallResults(ExperimentResults):
         return cells
 
     def draw_overview(self) -> bytes:
-        """Draw all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's, and the
-        verdicts.
+        """Draw all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's accuracy at
+        the longest length, and the verdicts.
         """
         values = np.stack([100 * self._accuracy_at_best_rate(arm).mean(0) for arm in self.arms])
         with styled_figure(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):

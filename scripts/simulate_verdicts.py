@@ -173,14 +173,14 @@ def is_false_verdict(kind: VerdictKind, truth: float, matters: float = MATTERS) 
 
 
 def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Counter, np.ndarray]:
-    """Return counts over many trials, and the coverage of intervals.
+    """Return counts of trials, and whether the interval of each comparison holds the true difference.
 
-    The counts give the trials in which any comparison has each verdict. `false` counts trials with any false verdict,
-    `together` those whose intervals all hold.
+    The counts give, for each kind of verdict, the trials in which at least one comparison has it. `false` counts trials
+    with a false verdict, `together` trials whose intervals all hold the truth.
 
-    Coverage is (comparisons, 3). The first column says whether a comparison's own interval holds the truth over seeds.
-    The second says so over seeds and documents (NaN without documents). The third says whether tuning chose different
-    rates.
+    The array, (comparisons of all trials, 3), is of zeros and ones. The first column says whether a comparison's
+    interval over seeds, by itself, holds the truth. The second says so of its interval over seeds and documents (NaN
+    without documents). The third says whether tuning chose another rate for the arm than for the baseline.
     """
     counts, coverage = Counter(), []
     for trial in trials:

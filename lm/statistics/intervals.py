@@ -213,7 +213,8 @@ def estimate_over_seeds(values: np.ndarray) -> Estimate:
 def welch_estimate(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     """Return the estimate of differences between the means of unpaired runs, by Welch's t (1947).
 
-    Where each arm's values are equal, the exact permutation test decides, like the sign-flip test for paired runs.
+    Where all values of each arm are equal, the exact permutation test gives p, and whether the interval leaves out 0.
+    For paired runs the sign-flip test does so.
 
     Args:
         values: (..., rates, seeds) of an arm, with at least two seeds.
@@ -259,8 +260,8 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
     rows = np.sort(np.concatenate([values, np.full((*shape, 1), float(high))], axis=-1)).reshape(-1, count + 1)
 
     def excess(end: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Return the n-th root of the probability beyond `end`, minus the n-th root of `tail`. Where values agree, the
-        result is linear in `end`."""
+        """Return the probability that a row's mean under random weights is above `end`, minus `tail`, both raised to
+        `power`. The power makes the result nearly linear in `end` where values agree. row: indices in `rows`."""
         residuals = rows[row] - end[:, None]
         positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
         first = positive[:, positive.shape[1] - (positive > 0).sum(1).max() :]
@@ -359,8 +360,9 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
 
     It is the number of questions divided by the design effect. The design effect is the variance of right answers
     between sequences divided by the binomial variance (Kish 1965; Korn and Graubard 1998). It is 1 with one question in
-    each sequence. It is computed with two more sequences of mean size, one all right, one all wrong, as Agresti and
-    Coull (1998) add to a fraction. So M sequences whose answers are all right (or all wrong) are M trials.
+    each sequence. Both variances are computed with two sequences of mean size added: one has only right answers, one
+    only wrong answers (Agresti and Coull 1998). So M sequences of equal size with right answers alone, or with wrong
+    answers alone, are worth M trials.
 
     Args:
         right_answers: (sequences,) numbers of right answers, which may be fractional.
@@ -459,8 +461,8 @@ class Family:
 
 @lru_cache(maxsize=1 << 12)
 def _joint_tail_interpolation(count: int, degrees: float, correlation: float) -> Chebyshev:
-    """Return an interpolation of `joint_tail_probability` for a group. With l(P) = -log(1 - P) it gives log(l(joint p)
-    / l(p)) as a function of log l(p), where p is of one comparison."""
+    """Return an interpolation of `joint_tail_probability`, as a function of the two-sided p of one comparison. With
+    l(P) = -log(1 - P) it maps log l(p) to log(l(joint p) / l(p))."""
 
     def ratio(logs: np.ndarray) -> list[float]:
         tails = [joint_tail_probability(-math.expm1(-math.exp(log)), count, degrees, correlation) for log in logs]
@@ -486,9 +488,12 @@ def joint_tail_probability(p: float, count: int, degrees: float, correlation: fl
 
 @lru_cache(maxsize=1 << 8)
 def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
-    """Return the nodes and weights of the quadratures in `joint_tail_probability`. The first two are what the shared
-    factor adds to a mean, and the weights of these nodes. The third are the weights of the factor's sums of squares.
-    The last two, (squares, spreads), are a comparison's standard error given the sum of squares, and its density."""
+    """Return nodes and weights of the quadratures in `joint_tail_probability`, as five arrays.
+
+    The first holds nodes: what the shared factor adds to each statistic's mean. The second holds their weights. The
+    third holds the weights of nodes for the factor's sum of squares. The fourth, (squares, spreads), holds nodes for a
+    statistic's standard error at each sum of squares. The fifth, (squares, spreads), holds their weights.
+    """
     # a mean and its opposite have the same probability
     factor, factor_weights = (
         nodes[_QUADRATURE_NODES[0] // 2 :] for nodes in scipy.special.roots_hermitenorm(_QUADRATURE_NODES[0])

@@ -51,8 +51,8 @@ IntervalEnds = tuple[np.ndarray, np.ndarray]  # lower and upper ends of interval
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Holds the differences between an arm and the baseline in the primary metric, and how they are judged: rates,
-    pairing of runs, better direction and bounds of the metric."""
+    """Holds the differences between an arm and the baseline in the primary metric. It also says how they are judged:
+    learning rates, pairing of runs, better direction and bounds of the metric."""
 
     # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for
     # several learning rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best
@@ -103,11 +103,11 @@ class Comparison:
 
     def interval_ends(self, alpha: float = ALPHA, difference_estimates: Estimate | None = None) -> IntervalEnds:
         """Return the ends of the interval of the difference between arms at their best rates, which misses the true
-        difference with probability `alpha`. This interval contains the interval at the one pair of rates
-        `judged_rate_pair`. Ends that depend on a NaN are NaN.
+        difference with probability `alpha`. This interval contains the interval at the judged pair of rates
+        (`judged_rate_pair`). Ends that depend on a NaN are NaN.
 
-        difference_estimates: of the differences at each pair of rates, (the arm's rates, the baseline's rates), such as
-        estimates over seeds and documents; None: over seeds.
+        difference_estimates: estimates of the difference at each pair of rates, (the arm's rates, the baseline's
+            rates), such as estimates over seeds and documents. None: the estimates over seeds are taken.
         """
         estimates = difference_estimates or self.difference_estimates
         low, high = self._ends_at_best_rates(lambda alpha: self._student_t_ends(estimates, alpha), alpha)
@@ -146,10 +146,11 @@ class Comparison:
         return (0.0 - high, 0.0 - low) if self.higher_is_better else (low, high)  # no -0.0
 
     def _student_t_ends(self, estimates: Estimate, alpha: float) -> IntervalEnds:
-        """Return the ends of the interval of each mean by Student's t.
+        """Return the ends of the interval of each mean difference by Student's t.
 
-        Where all seeds agree in a bounded metric, the exact test only says whether the interval leaves out 0. The end
-        next to 0 is then taken from `_bounded_metric_ends`.
+        Where all seeds have equal differences in a bounded metric, the sign-flip test decides whether the interval
+        leaves out 0; for unpaired runs the permutation test does. As a test gives no ends, the end next to 0 is then
+        taken from `_bounded_metric_ends`. The other end is the mean, until `interval_ends` moves it.
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half
@@ -173,11 +174,12 @@ class Comparison:
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
     def fewest_agreeing_seeds(self, margin: float, alpha: float) -> int:
-        """Return the fewest seeds with which `_bounded_metric_ends` can lie within `margin`, which happens if all seeds
-        agree. Return 0 if the metric has no bounds.
+        """Return the fewest seeds with which `_bounded_metric_ends` can lie within plus and minus `margin`, as they do
+        if all differences are 0. Return 0 if no difference can exceed `margin`, or if the metric has no bounds.
 
-        With this number of seeds, (1 - margin)^seeds of an accuracy is at most `alpha`; for unpaired runs, half of
-        `alpha`."""
+        For an accuracy it is the smallest n with (1 - margin)^n below `alpha`; for unpaired runs, below half of
+        `alpha`.
+        """
         if self.value_bounds is None:
             return 0
         reach, tail = (max(map(abs, self.value_bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
@@ -397,8 +399,11 @@ def _kind_and_reason(
     margin: float,
     alpha: float,
 ) -> Obstacle:
-    """Return the kind of verdict that follows from an interval, and the reason. The third text is the reason in a few
-    words if the verdict is open, else empty."""
+    """Return three texts: the kind of verdict that follows from an interval, its reason, and why there is no answer, in
+    a few words. The third is empty unless the verdict is `undecided`.
+
+    is_tied: whether seeds agree, so that an exact test gave `p`. needed_seeds: as `Verdict.seeds_needed`.
+    """
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     exact_test, tie = (
         ("sign-flip test", f"all {seeds} seeds differ by the same")
@@ -467,14 +472,15 @@ def _std_interval_factors(degrees: float) -> tuple[float, float]:
 
 
 def combine_over_rates(values: np.ndarray, must_hold_at_all_rates: bool) -> np.ndarray:
-    """Return the p, or the end of an interval, of the claim that arm A is better than arm B, each at its best rate.
+    """Return the p of the claim that arm A is better (lower) than arm B, each at its best rate; or return the upper end
+    of the interval of A minus B.
 
-    The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least p over A's
-    rates, times their number (Bonferroni), since the tested seeds choose among these rates. p of the claim is the
-    greatest p over B's rates (an intersection-union test, Berger 1982).
+    The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least corrected p
+    over A's rates. p of the claim is the greatest p over B's rates (an intersection-union test, Berger 1982).
 
     Args:
-        values: (..., rates of A, rates of B), p or ends of intervals, corrected for the number of A's rates.
+        values: (..., rates of A, rates of B), p or upper ends. The caller has corrected them for the number of A's
+            rates (Bonferroni), since the tested seeds choose among these rates.
         must_hold_at_all_rates: whether the claim must hold at every pair of rates; values are then not corrected.
     """
     return values.max((-2, -1)) if must_hold_at_all_rates else values.min(-2).max(-1)

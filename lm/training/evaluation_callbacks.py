@@ -90,7 +90,7 @@ class Validation(EvaluationCallback):
 
     def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure the validation loss and return the result; None if measuring failed. Record this step as the best one
-        if its `selection_loss` is the lowest so far on the same sequences.
+        if its `selection_loss` is the lowest so far, or the first on these validation sequences.
         """
         if result := super().measure(trainer, module, decoder):
             state, (loss, sha256) = module.phase_start.run_state, selection_loss(result)
@@ -128,7 +128,7 @@ class UserCallbackMetrics(EvaluationCallback):
 
 
 class SwapEffect(StepCallback):
-    """This callback measures the effect of a swap of the normalizers where a phase begins."""
+    """This callback measures what changes in the model where a training phase begins with a swap of the normalizers."""
 
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """Compare the models before and after the swap, and free the memory of the model before the swap."""

@@ -28,9 +28,8 @@ def this_process(config: Config) -> Process:
     """Return the rank and launcher of this process, from environment variables. Without a launcher they are 0 and
     `lightning`.
 
-    SLURM's variables count only within a step of several tasks, which srun starts, as a batch script inherits the
-    variables of its allocation. `lm.training.fit` passes the launcher on to Lightning, so that Lightning doesn't guess
-    it.
+    SLURM's variables count only if srun has started several tasks: a batch script has them, too, from its allocation.
+    `lm.training.fit` passes the launcher on to Lightning, so that Lightning doesn't guess it.
 
     Raises ConfigError: the number of processes differs from the configuration's, or variables of the launcher are
     missing, or variables of another launcher are left over.
@@ -79,8 +78,8 @@ def _variable_error(name: str, reason: str) -> ConfigError:
 def end_with_parent(process: Process) -> None:
     """If Lightning started this process, end it soon after its parent, another process of the run, has ended.
 
-    Children of a killed parent would otherwise wait minutes for its tensors. In the parent, this function only records
-    the parent's id.
+    Children of a killed parent would otherwise wait minutes for its tensors. In the parent, this function only stores
+    the parent's id in an environment variable, which its children read.
     """
     if process.launcher != "lightning":
         return

@@ -30,8 +30,8 @@ class RunLogger(Logger):
     """A run logger is Lightning's Logger with lm's count of steps. A class that also inherits from another Logger
     names this class first.
 
-    Step N is the state after N optimizer steps. When a callback calls `self.log`, Lightning gives the number of steps
-    before this one instead, and adds the epoch.
+    Step N is the state after N optimizer steps. When a callback calls `self.log`, Lightning gives the step as N - 1,
+    and adds the epoch.
     """
 
     batch_tokens: int = 0  # tokens in a step
@@ -82,8 +82,8 @@ class MetricsFile(RunLogger):
 
 
 class FailsafeLogger(RunLogger):
-    """A failsafe logger is a base class that comes before a Logger, whose errors then don't end the run. After an error
-    the Logger gets no more metrics.
+    """A failsafe logger keeps errors of another Logger from ending the run. It is a base class that is named before
+    this Logger's class. After an error the Logger gets no more metrics.
     """
 
     label: str  # the log's name for the user

@@ -30,9 +30,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """This optimizer updates the group `matrices` with Muon and all other groups with `torch.optim.AdamW`.
 
     Projections that share a fused matrix, such as q, k and v, are updated separately. Each gets the update of
-    `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/training/test_muon.py). Unlike torch's
-    class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together, for
-    speed.
+    `torch.optim.Muon`, which is bit-equal on a CPU where products are in bf16 (tests/training/test_muon.py). Unlike
+    torch's class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together,
+    for speed.
 
     Batches of projections have about `MUON_BATCH_ELEMENTS` entries, or one larger matrix. A step needs 12 to 22 bytes
     for each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters
@@ -86,8 +86,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._update_projections(batch, group["lr"])
 
     def _update_projections(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
-        """Update the projections in `batch`, pairs of a projection and its mean gradient. Projections of one shape are
-        processed together.
+        """Update the projections in `batch`, pairs of a projection and the momentum average of its gradients over steps
+        (Nesterov's). Projections of one shape are processed together.
         """
         pairs_by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for projection, mean_gradient in batch:
@@ -177,7 +177,7 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
 
 
 def freeze(decoder: Decoder, train_only: str | None) -> None:
-    """Freeze all parameters except the normalizers' if `train_only` is set. If it is None, make all parameters
+    """Freeze all parameters except the normalizers' if `train_only` is `normalizer`. If it is None, make all parameters
     trainable.
     """
     for name, parameter in decoder.named_parameters():
@@ -185,8 +185,8 @@ def freeze(decoder: Decoder, train_only: str | None) -> None:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
-    """Give each group its learning rate for optimizer step `step` (0-based). The rate of the normalizers also has the
-    warm-up of `phase`.
+    """Give each group its learning rate for optimizer step `step` (0-based). The rate of the normalizers is multiplied
+    by the warm-up of `phase`, which rises to 1 over the phase's `warmup_steps`.
 
     The rates depend on the step alone, so that a schedule has no state to restore.
     """

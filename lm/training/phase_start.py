@@ -95,8 +95,8 @@ def check_before_preparation(
 
 
 def _valueless_decoder(config: Config, phase: int) -> Decoder:
-    """Return the decoder of a phase without values, on the meta device. Its vocabulary has size 1, as the true size is
-    not known before the data are prepared.
+    """Return a phase's decoder on the meta device, where weights have shapes but no values. Its vocabulary has size 1,
+    as the true size is not known before the data are prepared.
     """
     with torch.device("meta"):
         return Decoder(config.model_in_phase(phase), 1, config.data.seq_len, seed=None)
@@ -124,9 +124,9 @@ def _check_trainable(config: Config) -> None:
 
 
 def _weights_problems(config: Config, decoder: Decoder, saved_decoder: Decoder, path: Path | str) -> list[Problem]:
-    """Return problems if learned positions, which are weights, or options of a normalizer differ from the decoder
-    `saved_decoder` at `path`. Initial values may differ. Constants of formulas (`Normalizer.length_constants`) are
-    compared by their values.
+    """Return problems if `decoder` differs from the decoder `saved_decoder` at `path` in its table of learned positions
+    or in options of a normalizer. Options that set initial values (`init`) may differ. Constants of formulas
+    (`Normalizer.length_constants`) are compared by their values.
     """
     problems, positions = [], (decoder.config.position, saved_decoder.config.position)
     is_learned = any(position.has_length_limit for position in positions)
@@ -160,8 +160,8 @@ def _weights_problems(config: Config, decoder: Decoder, saved_decoder: Decoder, 
 
 @dataclass(frozen=True)
 class BestStep:
-    """The best step has the lowest loss (nats per target) so far on validation sequences that choose the checkpoint.
-    The hash of these sequences tells whether losses can be compared.
+    """The best step has the lowest loss (nats per target) so far on the validation sequences that choose the best
+    checkpoint. The hash of these sequences tells whether losses can be compared.
     """
 
     step: int

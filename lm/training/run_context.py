@@ -39,10 +39,9 @@ class Clock:
 class StopRequest:
     """A stop request records the last of `STOP_SIGNALS` that asked this process to end its run.
 
-    It is a context manager around all phases of a run. A signal that comes a second time ends the process at once,
-    except SIGHUP, which a closed terminal sends more than once. A first signal of another number is only recorded, as a
-    parent that ends after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup)
-    ignores it.
+    It is a context manager around all phases of a run. The same signal a second time ends the process at once, except
+    SIGHUP, which a closed terminal sends more than once. Another signal than the first is only recorded: SIGTERM may
+    come from a parent that the first signal has ended. A process that was started to ignore SIGHUP (nohup) ignores it.
     """
 
     def __init__(self) -> None:
