@@ -132,8 +132,8 @@ class Problem:
 
 
 class PluginUnavailable(KeyError):
-    """Raised if a block's name refers to a plugin that may not be imported, can't be imported or is invalid. The
-    error's attributes are `reason` and `remedy`.
+    """Raised if the key `name` in a block of the configuration refers to a plugin that may not or can't be imported, or
+    is invalid. The error's attributes are `reason` and `remedy`.
     """
 
     def __init__(self, reason: str, remedy: str):

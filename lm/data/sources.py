@@ -46,7 +46,7 @@ class SourceReader:
     """
 
     read_documents: Callable[[Source, Vocabulary | None], Documents]
-    # identifies the documents, by `data.root` and cached hashes of files
+    # returns the source's identity, with the hashes of files; the second argument is `data.root`
     identify: Callable[[Source, Path, FileHashes], dict[str, Plain]]
     # the source's own held-out documents as a source
     held_out_source: Callable[[Source], Source | None] = lambda source: None

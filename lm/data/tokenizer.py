@@ -170,7 +170,8 @@ def _check_merges(model: dict[str, Plain], added_tokens: Container[str]) -> None
     """Raise DataError if more than a tenth of a byte-pair model's tokens are made by no merge, as in a truncated file
     of merges.
 
-    transformers reads such a file without an error. Marks such as <mask>, and models of single letters, need no merges.
+    transformers reads such a file without an error. Tokens that need no merge do not count: single characters, added
+    tokens, and marks such as <mask>.
     """
     if not model.get("merges") or any(
         map(model.get, ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"))

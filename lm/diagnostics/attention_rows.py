@@ -31,7 +31,7 @@ MIN_KEYS = 32
 
 
 class Moments(NamedTuple):
-    """For each query, these are the moments of the query's scores over the keys that the query sees."""
+    """The mean, standard deviation, skew and excess kurtosis of each query's scores over the keys that it sees."""
 
     mean: Tensor  # beta
     std: Tensor  # gamma, the root of the mean squared deviation (over n keys, not n - 1)
@@ -217,8 +217,8 @@ def log_spaced_queries(length: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic has one value for each row (head and query). Values of rows that are not
-    `AttentionRows.defined_row_mask` are not used.
+    """A statistic has one value for each row (head and query). Values of rows where `AttentionRows.defined_row_mask` is
+    false are not used.
     """
 
     name: str  # as tables and pictures show it
@@ -232,8 +232,8 @@ class Statistic:
 
     @property
     def without_first_token(self) -> "Statistic":
-        """Same statistic, measured without the first token of the document, with `NO_FIRST_TOKEN_SUFFIX` added to its
-        name; reports do not show it.
+        """Same statistic, measured without the first token of the document. `NO_FIRST_TOKEN_SUFFIX` is added to its
+        name, and reports leave it out.
         """
         return replace(
             self,
@@ -248,8 +248,9 @@ class HeadStatistic:
     """This statistic has one value for each head. It is computed from sums over the defined rows of a sequence
     (`AttentionRows.defined_row_mask`), such as sums of weights by key position.
 
-    `sum_rows` returns two sums for each of the L tokens of a sequence, and `reduce_sums` turns them into a number for
-    each head.
+    `sum_rows` sorts (query, key) pairs into L groups, such as key positions or distances, L the tokens of a sequence.
+    It returns for each head the sum of a value of the pairs in each group, then the number of these pairs: (H, 2 L).
+    `reduce_sums` turns these sums into a number for each head.
     """
 
     name: str  # as in `Statistic`
@@ -318,7 +319,8 @@ class AttentionMeasurement:
         return torch.cat([part.flatten() for part in parts])
 
     def _write_statistics(self, row_values: Tensor, sums: Tensor, rows: AttentionRows, start: int) -> None:
-        """Write statistics of rows with `MIN_KEYS` or more keys into the two parts of a vector.
+        """Write statistics of rows with `MIN_KEYS` or more keys into `row_values` and `sums`, the parts of a sequence's
+        vector.
 
         start: the first row's index in `queries`.
         """

@@ -5,12 +5,13 @@ Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n an
 a], a the largest |score| of the row, and C1 = 1 / C2.
 
 Lemma 2 bounds the change of weights with scores, here by the spectral norm of each row's Jacobian d weights / d scores.
-The paper's Cor. 3 takes |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T), J the Jacobian by the logits l. For the
-spectral norm this is wrong: its supremum is 1 / (2 T), at two equal leading logits. 1 / (4 T) bounds the largest entry
-of J.
+The paper's Cor. 3 takes |J| <= min(1 / (4 t), sqrt 2) for softmax(l / t) at temperature t, J the Jacobian by the logits
+l. For the spectral norm this is wrong: its supremum is 1 / (2 t), at two equal leading logits. 1 / (4 t) bounds the
+largest entry of J.
 
-Theorems 1 and 2 say how far a query's weighted keys lie from the sum of some of them. A query gives key i the weight
-a_i; x_i is the vector of key i. For a set I of N keys, s = sum over I of a_i x_i, and
+Theorems 1 and 2 choose N of the keys that a query sees. They say how far the other keys lie from the sum of the chosen
+ones. The query gives key i the weight a_i; x_i is the vector of key i. For the set I of chosen keys, s = sum over I of
+a_i x_i, and
 
     d~ = sum over i not in I of |a_i x_i - s|    (the paper's Eqs. 6 and 7).
 
@@ -75,7 +76,9 @@ def weight_bound_applies(rows: AttentionRows) -> bool:
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Return whether the last query's scores change if the sequence follows as many other tokens as it has itself."""
+    """Return whether the last query's scores change if other tokens, as many as the sequence has, are put before the
+    sequence.
+    """
     x, q, k, _ = rows.inputs
     length = x.size(1)
     layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
@@ -169,17 +172,15 @@ class RandomKeyBounds(NamedTuple):
     """Theorem 1 gives these bounds on the expected d~ of N random keys, (H, T) each; NaN where a query sees too few
     keys.
 
-    In the formulas n is the number of visible keys, c = N / (n - 1), and x- is the sum of a_j x_j over the visible
-    keys.
+    In the fields' formulas n is the number of visible keys, c = N / (n - 1), and X the sum of a_j x_j over these keys.
     """
 
-    lower: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|: norms of means
+    lower: Tensor  # (n - N) / n times the sum over i of |(1 + c) a_i x_i - c X|, norms of means
     upper: Tensor  # the same with roots of mean squares in place of norms of means
 
 
 def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeySeparation:
-    """Return the distance from the sum of the `count` keys of largest weight, its bound, and the fraction of separable
-    keys.
+    """Return, for the N = `count` keys of largest |weight|, d~, Theorem 1's upper bound on d~, and Theorem 2's N_s / N.
 
     weights: (H, T, S), 0 where not visible; visible: (T, S) bool; x: (S, E), the keys' vectors.
     """
@@ -213,8 +214,8 @@ def bound_random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -
     are as in `measure_top_keys`.
     """
     n = visible.sum(-1, keepdim=True).to(weights.dtype)
-    products = weights * ((weights @ x) @ x.T)  # y_i . x-, of y_i = a_i x_i
-    mean_square = products.sum(-1, keepdim=True)  # |x-|^2
+    products = weights * ((weights @ x) @ x.T)  # y_i . X, where y_i = a_i x_i
+    mean_square = products.sum(-1, keepdim=True)  # |X|^2
     own_squares = weights.square() * x.square().sum(-1)  # |y_i|^2
     # For each key i: the sum over all other keys of the squared deviations of y from its mean.
     others = (mean_square - 2 * products + own_squares).clamp(min=0)
@@ -252,8 +253,8 @@ def _key_separation_statistics(count: int) -> Iterator[Statistic]:
 
     @lru_cache(maxsize=1)  # the statistics of the same rows are asked for one after the other
     def measure_theorems(rows: AttentionRows) -> tuple[Tensor, ...]:
-        """Return the fields of `TopKeySeparation`, then of `RandomKeyBounds`, with embeddings of length 1 as the keys'
-        vectors.
+        """Return the fields of `TopKeySeparation`, then of `RandomKeyBounds`, for N = `count`. The keys' vectors are
+        their tokens' embeddings, scaled to length 1.
         """
         x = F.normalize(rows.token_embeddings[0].float(), dim=-1)[: rows.visible.size(-1)]
         keys = rows.weights, rows.visible, x, count

@@ -15,14 +15,16 @@ Beside S, this module measures how far attention follows from positions alone, w
 the fraction of the weights' variance that the key's position, or its distance from the query, explains. A query's
 weights are standardised over the keys that it sees (mean 0, variance 1), so that every query counts alike. The mean of
 these values at a key position (or distance) is its effect. The effects' mean square is the fraction of the variance
-that positions explain. A square is estimated by products of means of different sequences, as within a sequence all
-queries see the same tokens at a position. The square of one mean would count a key's content, and chance, as an effect
-of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
+that positions explain. An effect's square is estimated by the product of the means in two different sequences, averaged
+over all pairs of sequences. Within a sequence all queries see the same token at a position. So the square of one mean
+would count the token, and chance, as an effect of the position. The estimate has no bias, and so may be slightly
+negative where there is no effect.
 
 Under a causal mask key position and distance go together: late keys are near to the queries that see them. Compare the
 fraction that one of them explains with the fraction that any function of both explains. Where distance alone explains
-as much, key position adds nothing. Only queries whose positions are within a factor of two are taken together.
-Standardised weights that fall with distance, say, are larger for a query that sees more keys.
+as much, key position adds nothing. Means are over queries in the second half of the sequence, or for that function over
+the last query: these queries see similar numbers of keys. Standardised weights that fall with distance, say, are larger
+for a query that sees more keys.
 """
 
 import math
@@ -211,9 +213,9 @@ def closed_form_sparsity(rows: AttentionRows) -> Tensor | None:
     """Return the sparsity S of each query's weights in closed form, from the moments of its scores, (H, T); None for
     weights without a closed form.
 
-    For non-negative features the closed form supposes independent components, with the moments of all features of the
-    keys that a query sees. Moments of the query's products with keys are not used: with these the formula would hold
-    even for dependent components.
+    For non-negative features the closed form supposes that a key's features are independent. It takes their mean and
+    standard deviation over all features of all keys that the query sees. It does not take those of the products of
+    query and key: with them the formula would hold even for dependent features.
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
     if name == "features":
@@ -234,9 +236,10 @@ def score_std_exceeds_limit(rows: AttentionRows) -> Tensor | None:
     """Return 1 for queries whose scores have a standard deviation std above sqrt(ln n / 2), else 0, (H, T). For these
     queries the sparsity S of weights e^score is larger than `exp_sparsity`.
 
-    Return None for other weights. E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is 2 std
-    standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std
-    > sqrt(ln n / 2), n keys thus lack the scores that make up this expectation, and S stays above its closed form.
+    Return None if the normalizer's weights are not e^score. The closed form contains E[e^(2 score)], which stems from
+    scores about 2 std^2 above the mean, that is 2 std standard deviations. The largest of n Gaussian scores lies only
+    sqrt(2 ln n) standard deviations above the mean. If 2 std is larger, n keys lack the scores that make up the
+    expectation, and S stays above its closed form.
     """
     return (
         (rows.moments.std > (rows.n_visible_keys.log() / 2).sqrt()).float()

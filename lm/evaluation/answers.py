@@ -71,7 +71,8 @@ class AnswerMeasurement(Measurement):
     """This base class evaluates answers to questions, in fp32, under each inference setting and at several sequence
     lengths.
 
-    The option `length_factors` gives the lengths, as multiples of the training length.
+    An inference setting changes the trained model, as `theta x 50` multiplies RoPE's base. The option `length_factors`
+    gives the lengths, as multiples of the training length.
     """
 
     measures_in_fp32, has_fixed_lengths = True, True

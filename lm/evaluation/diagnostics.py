@@ -183,9 +183,10 @@ def _statistic_rows(
     """Yield rows of a statistic of several models on the same sequences; no rows if the statistic is defined for no
     query.
 
-    The overall mean is over queries, heads and layers, with an interval over documents if each query has a value. A fit
-    of statistic ~ n^b, n the number of visible keys, gives the exponent b. Curves are means by n. By layer and head
-    there are means over sequences and queries, b, and R^2 of the fit.
+    There are up to four kinds of rows for each model. The first is the mean over queries, heads and layers, with an
+    interval over documents if each query has a value. The second is the exponent b of a fit of statistic ~ n^b, n the
+    number of visible keys. The third is a curve, the mean in each bin of n. The last has, for each layer and head, the
+    mean over sequences and queries, b, and R^2 of the fit.
 
     values_by_model: measured values by label, the trained model first.
     """

@@ -79,8 +79,8 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
 def long_sequences(store: Store, config: Config) -> HeldOutSequences:
     """Return up to `eval.long_context.sequences` sequences, each within one held-out document.
 
-    With `length_factor: auto` their length is halved until two documents are longer. Raises ConfigError: no document is
-    long enough.
+    With `length_factor: auto` their length is at first AUTO_LENGTH_FACTOR training lengths, or with learned positions
+    one. It is halved until two documents are longer. Raises ConfigError: no document is long enough.
     """
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = max(1, round(options.max_length_factor * seq_len))
@@ -199,9 +199,10 @@ def unigram_reference(store: Store, data: DataConfig) -> tuple[tuple[str, float]
     The result has the form of `Metric.references`: a name, and the loss in nats per token. It is empty if all text has
     weight 0.
 
-    The name is UNIGRAM_LEVEL_NAME, or UNIGRAM_BOUND_NAME if the loss is only an upper bound. It is a bound if the
-    weights of sources or tasks differ from their fractions of the store. Then a token's probability in the mixture is
-    at least its probability in the store times the smallest ratio of weight to fraction.
+    The loss is exact if each source or task has the same fraction of the store's tokens as of the mixture (its weight);
+    its name is then UNIGRAM_LEVEL_NAME. Otherwise it is an upper bound, with the name UNIGRAM_BOUND_NAME. A token's
+    probability in the mixture is then at least its probability in the store times the smallest ratio of weight to
+    fraction.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not (data.symbolic or data.text_weight):

@@ -171,8 +171,8 @@ def sampling_unit_frame(
         sha256: SHA-256 of the sequences.
         groups: (units,), the label of each unit's document.
         weights: (units,), such as numbers of tokens; None: all are equal.
-        fingerprint: fingerprint of held-out text, of which a third of the documents choose learning rates and the
-            others report. Empty: all units do both.
+        fingerprint: fingerprint of held-out text. A third of its documents serve to choose learning rates, the others
+            to report results. Empty: all units serve both.
     """
     part = np.where(model_selection_mask(fingerprint, groups), "selects", "reports") if fingerprint else ""
     weights = np.ones(len(groups)) if weights is None else weights
@@ -269,7 +269,7 @@ class Measurement(ABC):
 
     @property
     def eval_config(self) -> EvaluationTiming:
-        """Return the evaluation's options in its own configuration."""
+        """Return the evaluation's options in `config`, the configuration that the measurement was made with."""
         return self.options_of(self.config)
 
     @property

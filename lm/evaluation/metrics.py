@@ -77,8 +77,8 @@ def create_measurements(config: Config, store: Store, kinds: Sequence[str] | Non
 def metrics_of(config: Config) -> list[Metric]:
     """Return the metrics that a run of `config` logs.
 
-    Names keep words in capitals for what only the model or lm-eval knows: layers, heads, parameters and lm-eval's
-    metrics. Metrics of swaps are left out if no swap is measured.
+    Names keep placeholders in capitals, such as the L of `layerL`, for what only the model or lm-eval knows: layers,
+    heads, parameters and lm-eval's metrics. Metrics of swaps are left out if no swap is measured.
     """
     swaps = len(config.phases) > 1 and config.eval.swap_lengths
     in_training = (metric for metric in TRAINING_METRICS if swaps or not metric.name.startswith("swap/"))

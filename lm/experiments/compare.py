@@ -168,14 +168,16 @@ def experiment_lock(folder: Path) -> Iterator[None]:
 
 
 def open_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
-    """Open an experiment as its run folders are now, without preparing, training or writing anything.
+    """Return an experiment's procedure, which knows the runs that are needed, and their outcomes by the run folders as
+    they are now. Nothing is prepared, trained or written.
 
     If the file leaves precision, compilation or threads open, the settings of the first start hold. Before a first
     start they are resolved for this machine.
 
     jobs: the number of runs at a time, on which the number of threads depends.
 
-    Raises RunError: the experiment's folder is a run folder, or RESOLVED_FILE is damaged.
+    Raises RunError: the experiment's folder is a run folder, or the record of the first start (RESOLVED_FILE) is
+    damaged.
     """
     if (experiment.folder / CONFIG_FILE).exists():
         raise RunError(f"{experiment.folder}: a run folder; {_NAME_REMEDY}")
@@ -280,7 +282,7 @@ def _describe_changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[s
 
 def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None:
     """Compare the present plan with the `recorded` one. In `procedure`, set notes on the changes, and the arms whose
-    verdicts the changes make exploratory. Before a final run was measured, the plan may change.
+    verdicts the changes make exploratory. A change before any final run was measured has no effect.
 
     A change of an arm concerns the verdicts on this arm and on arms that start from its weights. Changes of the
     baseline and all other changes concern all verdicts. Changes of tuning are noted, but make no verdict exploratory.
@@ -316,8 +318,8 @@ def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None
 
 
 def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
-    """Yield the lines of a plan: the runs, their resources, time and settings, which differences the seeds find, and
-    notes."""
+    """Yield the lines of a plan: the runs, their resources, time and settings, the chance to find a difference with
+    these seeds, and notes. `slots` are the devices of each run that is trained at a time."""
     experiment, run_costs = procedure.experiment, costs_by_arm(procedure)
     tune, primary = experiment.tune, experiment.primary_metric
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)

@@ -209,8 +209,8 @@ class Experiment:
     ) -> Config:
         """Return the configuration of a run, with its name, which ends in a hash, and the weights that it starts from.
 
-        source: the configuration of the run from whose weights the new run starts; None: random weights.
-        """
+        stage: `tune` or `final`, recorded in the block `experiment`; the name does not depend on it.
+        source: the configuration of the run from whose weights the new run starts; None: random weights."""
         folder, start = self.folder / size, dict[str, str]()
         config = self.config(size, arm, seed, rate, {"runs": str(folder), "name": "run"})
         value = "" if rate is None else f"{rate:g}"
@@ -250,12 +250,12 @@ class Experiment:
         return replace(self, base_config=merge(self.base_config, {"trainer": {name: settings[name] for name in names}}))
 
     def measurement_config(self, config: Config) -> Config:
-        """Return `config` with the keys of `evaluate` laid over it. Raises ConfigError: the result is wrong."""
+        """Return `config`, changed by the file's block `evaluate`. Raises ConfigError: the result is wrong."""
         return parse_config(merge(to_plain(config), self.evaluation_changes)) if self.evaluation_changes else config
 
     @cached_property
     def required_eval_options(self) -> dict[SizeArm, OptionsByKind]:
-        """Return the options that `evaluate` sets, by size and arm, then by kind of evaluation; {} without them."""
+        """Return evaluation options with the file's block `evaluate`, by size and arm, then by kind; {} without it."""
         required = {}
         for size, arm in self.size_arms if self.evaluation_changes else ():
             config = self.measurement_config(self.example_config(size, arm))
@@ -279,15 +279,15 @@ class Experiment:
 
 
 def config_hash(config: Config) -> str:
-    """Hash the keys that decide what a run learns and how it is measured, to eight hexadecimal digits. Keys that are
-    null are left out, so that later keys don't change it. `Experiment.run_config` makes the paths relative."""
+    """Hash the keys that decide what a run learns and how it is measured, to eight hexadecimal digits. Null keys don't
+    count, so later keys don't change the hash. `Experiment.run_config` makes the paths of starting weights relative."""
     text = json.dumps(result_deciding_keys(to_plain(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def result_deciding_keys(config_dict: dict[str, Plain]) -> dict[str, Plain]:
-    """Return the dotted keys that decide what a run learns and how it is measured. Null values are left out; keys that
-    were removed since 0.11.0 have their defaults."""
+    """Return the dotted keys that decide what a run learns and how it is measured, without null values. Keys removed
+    since 0.11.0 are added with their defaults, so that hashes of older runs stay the same."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
     keys = flatten(config_dict).items()
     present = {path: value for path, value in keys if value is not None and key_effect(path).affects in areas}
@@ -416,9 +416,9 @@ def _parse_experiment(file: Path, overrides: list[str]) -> Experiment:
 
 
 def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]]) -> Iterator[Problem]:
-    """Yield a problem for each key of an arm, a size or the command line that no run has, as another value wins.
+    """Yield a problem for each key of an arm, a size or the command line that another value replaces in every run.
 
-    blocks: the keys of each, by the beginning of their path: `arms.NAME.`, `sizes.NAME.`, or empty for overrides.
+    blocks: the keys by the beginning of their paths: `arms.NAME.`, `sizes.NAME.`, or empty for the command line.
     """
     plains = {}
     for size, arm in experiment.size_arms:
@@ -568,7 +568,7 @@ def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[
 
 
 def _measured_sequence_options(experiment: Experiment, config: Config) -> dict[str, Plain]:
-    """Return what decides the sequences that the primary metric of a run is measured on, with the token store."""
+    """Return the options, those of the token store included, that decide the sequences of a run's primary metric."""
     metric, config = experiment.primary_metric.metric, experiment.measurement_config(config)
     store = {f"data.{name}": getattr(config.data, name) for name in _STORE_KEYS}
     return store | find_metric(config, metric)[0].sequence_options(config, metric)
@@ -582,8 +582,8 @@ def _checkpoint_steps(config: Config) -> list[int]:
 
 
 def _check_tuning_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table is of the tuned key and has no seed of the runs that are judged. In every size each
-    tuned arm must have ended runs, at each rate with the baseline's seeds."""
+    """Check that a tuning table is of the tuned key and has no seed of the final runs. In every size each tuned arm
+    must have ended runs in it. Their seeds must be those of the baseline's runs at the same rate, if it has any."""
     table, file = experiment.tuning_table, experiment.tune.table
     if wrong_keys := {*table["key"]} - {experiment.tune.key}:
         yield Problem("tune.key", experiment.tune.key, f"the table {file} is of {', '.join(sorted(wrong_keys))}")

@@ -97,8 +97,8 @@ class Question:
 
     @property
     def comparison_alpha(self) -> float:
-        """Return the error rate of one comparison, such that all hold together; independence is the least favourable
-        case."""
+        """Return the error rate of one comparison's interval at which all intervals hold together with 95 %.
+        Comparisons are taken as independent, the least favourable case."""
         return Family(len(self.size_arms)).comparison_alpha
 
 
@@ -106,11 +106,12 @@ def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
     """Judge runs, whoever trained them.
 
     frame: a row for each unit of a run, such as a sequence, or one for the run; every arm has every seed at each of its
-        rates. The rows of a run are consecutive, its units in the same order in all runs. Runs are ordered by seed
-        within a rate, rates within an arm: the one that tuning chose is first. Columns:
+        rates. The rows of a run are consecutive, its units in the same order in all runs. An arm's runs are grouped by
+        rate, the rate that tuning chose first, and sorted by seed. Columns:
 
         size, arm, rate, seed: of the run.
-        state, note: one of RUN_STATES; how the run diverged, or that it finished and did not learn, in words.
+        state: one of RUN_STATES.
+        note: how the run diverged, or that it finished and did not learn, in words; else empty.
         unlearned: the level that the run is not better than, such as chance, in words; empty: it has learned, or there
             is no level.
         value, weight: the metric and the weight of the unit.
@@ -236,8 +237,9 @@ class Judgement:
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
         """Return the runs of an arm, and the runs of the baseline, each by learning rate.
 
-        If the arm starts from weights that the baseline's runs trained at one rate, only these runs of the baseline are
-        returned. If it starts from random weights, the baseline's runs at rates that the arm has, too, come first.
+        If the arm starts from the baseline's weights, only the baseline's runs at its judged rate are returned. If the
+        arm starts from random weights, the baseline's rates that the arm has, too, come first
+        (`Comparison.n_shared_rates`).
         """
         baseline = self.question.arms[0]
         arm_runs = self.runs_by_arm[size, arm]
@@ -252,7 +254,9 @@ class Judgement:
     def _divergence_obstacle(
         self, pair: tuple[Rate | None, Rate | None], arm_runs: RunsByRate, baseline_runs: RunsByRate
     ) -> Obstacle | None:
-        """Say which of the runs at the judged rates (`pair`) and at the rates that tuning chose have diverged."""
+        """Return the obstacle that diverged runs are to a verdict; None if no run diverged, or none of the arm has
+        ended. Runs count at the rates at which arm and baseline are judged (`pair`), and at those that tuning chose.
+        """
         chosen = [next(iter(runs.values())) for runs in (arm_runs, baseline_runs)]
         runs = dict.fromkeys(chain(arm_runs[pair[0]], baseline_runs[pair[1]], *chosen))
         diverged = [run for run in runs if self.run_columns["state"][run] == DIVERGED_KEY]
