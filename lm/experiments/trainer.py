@@ -456,8 +456,8 @@ class ExperimentTrainer:
 
     def _make_failure(self, run: Run, status: int, outcome: Outcome) -> Failure:
         """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed
-        the run, the last line of its log, or the measurement that is missing. Raises RunError: no evaluation of the
-        experiment's runs measures the primary metric for each sequence."""
+        the run, the last line of its log, or the measurement that is missing. Raises RunError: no command failed, but
+        no evaluation measured the primary metric for each sequence."""
         log, folder = run.log_file(), run.config.run_folder
         metric = self.procedure.experiment.primary_metric.metric
         if status < 0:

@@ -182,8 +182,9 @@ def _map_logits(
     """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even
     under autocast.
 
-    tensors: N rows each. chunk_divisor: the number of tensors (n, V) that f holds at once, by which chunks are shorter.
-    Results are written in place: a tensor allocated between two chunks may keep glibc from reusing the logits' memory.
+    tensors: N rows each. chunk_divisor: number that the chunk length is divided by, for an f that holds several tensors
+    (n, V) beside the logits. Results are written in place: a tensor allocated between two chunks may keep glibc from
+    reusing the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // chunk_divisor)

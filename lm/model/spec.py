@@ -117,7 +117,7 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
 
 def flops_per_token(decoder: Decoder) -> int:
     """Return the training FLOPs per token: 6 N + 3 L H T (D + E). N is the number of matrix entries, L of layers, H of
-    heads. T is the training length, D the size of a head's keys, and E that of its values.
+    the heads of a layer's normalizer. T is the training length, D the size of a head's keys, E that of its values.
 
     Embedding look-ups are free. Scores that the causal mask hides are not counted. PaLM (arXiv 2204.02311, appendix B)
     and nanoGPT count them, so that their attention term is twice as large: 6 N + 12 L H T D, for E = D.
