@@ -20,7 +20,7 @@ import pandas as pd
 from lm import ConfigArgument
 from lm.commands.arguments import paths_and_overrides
 from lm.config.load import load_config
-from lm.config.yaml_text import override_text
+from lm.config.yaml_text import yaml_override
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment
@@ -205,7 +205,7 @@ def _command_arguments(values: Sequence[ConfigArgument]) -> list[str]:
     texts = []
     for value in values:
         if isinstance(value, Mapping):
-            texts += [override_text(name, item) for name, item in value.items()]
+            texts += [yaml_override(name, item) for name, item in value.items()]
         elif isinstance(value, str | os.PathLike):
             texts.append(os.fspath(value))
         else:

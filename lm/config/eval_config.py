@@ -527,7 +527,7 @@ class EvalConfig:
         return ["validation", *(spec.name for spec in fields(cls) if "blocks" in spec.metadata), "tasks"]
 
     @property
-    def kind_options(self) -> dict[str, EvaluationKindConfig]:
+    def non_null_kind_options(self) -> dict[str, EvaluationKindConfig]:
         """Map the name of each kind of evaluation except the validation to its options. Kinds whose block is null are
         left out.
         """
@@ -539,7 +539,7 @@ class EvalConfig:
         """Return the names of the kinds of evaluation that are on for a model that is trained on `data`; the validation
         is first.
         """
-        return ["validation", *(kind for kind, options in self.kind_options.items() if options.is_wanted(data))]
+        return ["validation", *(kind for kind, block in self.non_null_kind_options.items() if block.is_wanted(data))]
 
     def measurement_options(self, kind: str) -> dict[str, Plain]:
         """Return {key: value} of the options that determine the numbers that `kind` measures. Null options and the keys
@@ -547,5 +547,5 @@ class EvalConfig:
         """
         if kind == "validation":
             return {"sequences": self.sequences}
-        plain = to_plain(self.kind_options[kind]) if kind in self.kind_options else {}
+        plain = to_plain(self.non_null_kind_options[kind]) if kind in self.non_null_kind_options else {}
         return {name: value for name, value in plain.items() if value is not None and name not in TIMING_KEYS}

@@ -49,7 +49,7 @@ def config_problems(config: Config) -> Iterator[Problem]:
     if trainer.max_steps:
         yield from empty_phase_problems(config)
     normalizers = [phase.normalizer for phase in config.training_phases]
-    for kind, options in config.eval.kind_options.items():
+    for kind, options in config.eval.non_null_kind_options.items():
         conflicts = []
         # checked even if the evaluation is off, as other values are
         for index, setting in enumerate(getattr(options, "inference", [])):
@@ -104,7 +104,7 @@ def phase_problems(config: Config) -> Iterator[Problem]:
         reason = "draws the length of each step, and phases change it, too"
         yield Problem("data.lengths", config.data.lengths.name, reason, "drop it, or phases[].seq_len")
     for index, phase in enumerate(phases):
-        model, phase_config = config.model_in_phase(index), config.config_in_phase(index)
+        model, phase_config = config.model_in_phase(index), config.with_phase_seq_len(index)
         for problem in _batch_problems(phase_config) if phase.seq_len and index else ():
             yield replace(problem, reason=f"{problem.reason}, in phases[{index}]")
         if phase.position and (model.position.has_length_limit or config.model.position.has_length_limit):
@@ -251,7 +251,7 @@ def read_yaml(path: Path, inheriting_files: tuple[Path, ...] = ()) -> dict[str, 
 
 
 def merge_bases(
-    plain_block: dict[str, Plain], path: Path, key: str = "base", inheriting_files: tuple[Path, ...] = ()
+    plain_block: dict[str, Plain], path: Path, base_key_path: str = "base", inheriting_files: tuple[Path, ...] = ()
 ) -> dict[str, Plain]:
     """Return the keys of a block, merged over the keys of the files that the block's own key `base` lists. Later files
     win.
@@ -260,7 +260,7 @@ def merge_bases(
 
     Args:
         path: the file that contains the block.
-        key: the path of the key `base` within that file, for errors.
+        base_key_path: the path of the key `base` within that file, for errors.
         inheriting_files: the files that inherit from those in `base`, as in `read_yaml`.
 
     Raises ConfigError: `base` is not a file or a list of files, or one of them can't be read or is not a configuration.
@@ -268,7 +268,7 @@ def merge_bases(
     bases = plain_block.get("base", [])
     names = bases if isinstance(bases, list) else [bases]
     if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: {Problem(key, bases, 'must be a file or a list of files')}")
+        raise ConfigError(f"{path}: {Problem(base_key_path, bases, 'must be a file or a list of files')}")
     tree: dict[str, Plain] = {}
     for name in names:
         tree = merge(tree, read_yaml(presets.find(name, base_folder=path.parent), inheriting_files))

@@ -75,16 +75,16 @@ _REMOVED_KEY_PATTERNS = {
 }
 
 
-def removed_defaults(block_path: str, variant: str, name: str) -> list[Plain]:
+def removed_defaults(block_path: str, block_name: str, key_name: str) -> list[Plain]:
     """Return a list with the former default of a removed key; an empty list if lm never had the key.
 
     Args:
         block_path: the path of the key's block, e.g. `data.tasks[0].task`.
-        variant: the block's `name`, e.g. `mqar`; empty if it has none.
-        name: the key's name within the block.
+        block_name: the block's `name`, e.g. `mqar`; empty if it has none.
+        key_name: the key's name within the block.
     """
     block = re.sub(r"\[\d+\]", "[]", block_path)
-    paths = f"{block}.{name}".lstrip("."), f"{block}[{variant}].{name}"
+    paths = f"{block}.{key_name}".lstrip("."), f"{block}[{block_name}].{key_name}"
     return [value for pattern, value in _REMOVED_KEY_PATTERNS.items() if any(map(pattern.fullmatch, paths))]
 
 

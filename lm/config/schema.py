@@ -202,17 +202,19 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
     if isinstance(default, dict):
         if not is_config_block(value):
             return refuse("must be a map from names to blocks")
-        return {name: _select_block(blocks, None, item, f"{path}.{name}", problems) for name, item in value.items()}
+        return {
+            name: _build_selected_block(blocks, None, item, f"{path}.{name}", problems) for name, item in value.items()
+        }
     if isinstance(default, list):
         content = [value] if "" not in blocks and not isinstance(value, list) else value or []
         if not isinstance(content, list):
             return refuse("must be a list of blocks")
         return [
-            _select_block(blocks, None, item, item_path, problems)
+            _build_selected_block(blocks, None, item, item_path, problems)
             for item_path, item in items_with_paths(content, path)
         ]
     if blocks:
-        return None if value is default is None else _select_block(blocks, default, value, path, problems)
+        return None if value is default is None else _build_selected_block(blocks, default, value, path, problems)
     if (result := convert_to_type(spec.type, value)) is MISSING:
         remedy = f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
         return refuse(f"must be {type_name(spec.type)}{removed_name_advice(value)}", remedy)
@@ -231,9 +233,9 @@ def limits_text(limits: Mapping[str, float]) -> str:
     return " and ".join(texts)
 
 
-def _select_block(blocks: BlockClasses, default: str | None, value: Plain, path: str, problems: list[Problem]):
-    """Return the block that `value`, a name or keys, describes. If no dataclass has the name, append a problem and
-    return MISSING.
+def _build_selected_block(blocks: BlockClasses, default: str | None, value: Plain, path: str, problems: list[Problem]):
+    """Build the block that `value`, a name or keys, describes, and check its keys. If no dataclass has the
+    name, append a problem and return MISSING.
     """
     if "" in blocks:
         return build_block(blocks[""], value, path, problems)
@@ -264,7 +266,7 @@ def build_named_block(block_classes: BlockClasses, value: Plain, path: str, defa
     the block's keys.
     """
     problems: list[Problem] = []
-    block = _select_block(block_classes, default, value, path, problems)
+    block = _build_selected_block(block_classes, default, value, path, problems)
     if problems := problems or cross_key_problems(block, path):
         raise ConfigError(problems)
     return block

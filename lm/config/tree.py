@@ -157,7 +157,7 @@ class Config:
         position = positions[-1] if positions else self.model.position
         return replace(self.model, normalizer=self.training_phases[phase_index].normalizer, position=position)
 
-    def config_in_phase(self, phase_index: int) -> "Config":
+    def with_phase_seq_len(self, phase_index: int) -> "Config":
         """Return the configuration with a phase's sequence length in `data.seq_len`, by which training reads data."""
         lengths = [entry.seq_len for entry in self.training_phases[: phase_index + 1] if entry.seq_len]
         return replace(self, data=replace(self.data, seq_len=lengths[-1])) if lengths else self
@@ -241,7 +241,7 @@ def distinguishes_arms(path: str) -> bool:
 
 
 @lru_cache(maxsize=1)
-def keys_recorded_per_start() -> tuple[str, ...]:
+def keys_recorded_at_each_start() -> tuple[str, ...]:
     """Return the paths of keys that distinguish arms and may change on resume. environment.json records their values at
     each start of a run.
     """

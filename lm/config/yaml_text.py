@@ -105,7 +105,7 @@ def yaml_flow(value: object) -> str:
     return text.removesuffix("\n...\n").strip("\n")
 
 
-def override_text(key: str, value: object) -> str:
+def yaml_override(key: str, value: object) -> str:
     """Return the override `KEY=VALUE` of a command line. Raises ConfigError: YAML can't represent the value."""
     try:
         return f"{key}={yaml_flow(value)}"

@@ -60,13 +60,13 @@ def assign_slots_to_streams(weights: Sequence[float], seed_integers: tuple[int, 
     assigned = np.empty((2, len(slots)), np.int64)
     for block in np.unique(blocks):
         is_in_block = blocks == block
-        assignment = _assignment_of_block(fractions, seed_integers, int(block) * SLOTS_PER_BLOCK)
+        assignment = _assign_block_to_streams(fractions, seed_integers, int(block) * SLOTS_PER_BLOCK)
         assigned[:, is_in_block] = assignment[:, slots_in_block[is_in_block]]
     return assigned
 
 
 @lru_cache(maxsize=64)
-def _assignment_of_block(weights: tuple[float, ...], seed_integers: tuple[int, ...], first_slot: int) -> np.ndarray:
+def _assign_block_to_streams(weights: tuple[float, ...], seed_integers: tuple[int, ...], first_slot: int) -> np.ndarray:
     """Return what `assign_slots_to_streams` returns for the `SLOTS_PER_BLOCK` slots from `first_slot` on."""
     # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from
     # `begin` to `end`.
@@ -139,16 +139,16 @@ class TextStream:
     as a circle, whose end is followed by its start.
 
     Every document begins with the end-of-text token, so the end is followed by a new document. Each epoch cuts the
-    circle, from a random token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a
-    random order. A sequence's last token is the next sequence's first. In each epoch every token is a target once,
-    except fewer than `seq_len` tokens after the last sequence. `lm.data.prepare.check_text_lengths` checks that the
-    text has more than `seq_len` tokens.
+    circle, from a random token on, into `sequences_per_epoch` sequences of `slot_length` + 1 tokens, and reads them in
+    a random order. A sequence's last token is the next sequence's first. In each epoch every token is a target once,
+    except fewer than `slot_length` tokens after the last sequence. `lm.data.prepare.check_text_lengths` checks that the
+    text has more than `slot_length` tokens.
     """
 
-    def __init__(self, split: Split, first_index: int, n_tokens: int, seq_len: int, seed_integers: tuple[int, ...]):
+    def __init__(self, split: Split, first_index: int, n_tokens: int, slot_length: int, seed_integers: tuple[int, ...]):
         self.split, self.first_index, self.n_tokens = split, first_index, n_tokens
-        self.seq_len, self.seed_integers = seq_len, seed_integers
-        self.sequences_per_epoch = n_tokens // seq_len
+        self.slot_length, self.seed_integers = slot_length, seed_integers
+        self.sequences_per_epoch = n_tokens // slot_length
 
     def slot_starts(self, slots: np.ndarray) -> np.ndarray:
         """Return the index, counted from `first_index`, at which the tokens of each slot of `slots` (k,) begin: int64
@@ -157,31 +157,32 @@ class TextStream:
         epochs, sequence_numbers = np.divmod(slots, self.sequences_per_epoch)
         starts = np.empty_like(slots)
         for epoch in np.unique(epochs):
-            epoch_starts = _epoch_starts((*self.seed_integers, int(epoch)), self.n_tokens, self.seq_len)
+            epoch_starts = _epoch_starts((*self.seed_integers, int(epoch)), self.n_tokens, self.slot_length)
             starts[epochs == epoch] = epoch_starts[sequence_numbers[epochs == epoch]]
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), and a mask of the predictions
-        that count in the loss.
+        """Return the sequences of `slots` (k,), int64 (k x slot_length / length, length + 1), and a mask of the
+        predictions that count in the loss.
 
-        The mask is bool (k x seq_len / length, length), and all true. A slot has the same text for every `length`.
+        The mask is bool (k x slot_length / length, length), and all true. A slot has the same text for every `length`.
         """
-        starts = self.slot_starts(slots)[:, None] + length * np.arange(self.seq_len // length)
+        starts = self.slot_starts(slots)[:, None] + length * np.arange(self.slot_length // length)
         index = (starts.reshape(-1, 1) + np.arange(length + 1)) % self.n_tokens
         tokens = self.split.tokens_at(self.first_index + index).astype(np.int64)
         return tokens, np.ones((len(tokens), length), bool)
 
 
 @lru_cache(maxsize=64)
-def _epoch_starts(seed_integers: tuple[int, ...], n_tokens: int, seq_len: int) -> np.ndarray:
-    """Return the indices at which an epoch's sequences begin, in the order of reading: int64 (n_tokens // seq_len,).
+def _epoch_starts(seed_integers: tuple[int, ...], n_tokens: int, slot_length: int) -> np.ndarray:
+    """Return the indices at which an epoch's sequences begin, in the order of reading: int64
+    (n_tokens // slot_length,).
 
     The random order comes from raw PCG64 output, which never changes between NumPy versions (the output of `Generator`
     may).
     """
-    raw_numbers = np.random.PCG64(np.random.SeedSequence(seed_integers)).random_raw(n_tokens // seq_len + 1)
-    return (int(raw_numbers[-1]) % n_tokens + seq_len * np.argsort(raw_numbers[:-1], kind="stable")) % n_tokens
+    raw_numbers = np.random.PCG64(np.random.SeedSequence(seed_integers)).random_raw(n_tokens // slot_length + 1)
+    return (int(raw_numbers[-1]) % n_tokens + slot_length * np.argsort(raw_numbers[:-1], kind="stable")) % n_tokens
 
 
 class TaskStream:
@@ -194,15 +195,15 @@ class TaskStream:
     numbers), or lacks filler.
     """
 
-    def __init__(self, task: Task, seed: int, seq_len: int, min_length: int, text: TaskText | None):
-        self.task, self.seed, self.seq_len, self.text = task, seed, seq_len, text
+    def __init__(self, task: Task, seed: int, slot_length: int, min_length: int, text: TaskText | None):
+        self.task, self.seed, self.slot_length, self.text = task, seed, slot_length, text
         make_example(task, seed, 0, min_length, "train", text)  # raises TaskError before training
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return sequences as `TextStream.read` does, and a mask of the predictions that count in the loss, bool (k x
-        seq_len / length, length).
+        slot_length / length, length).
         """
-        indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
+        indices = (slots[:, None] * self.slot_length + np.arange(self.slot_length // length)).ravel()
         examples = [make_example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
         return np.stack([sequence.tokens for sequence in examples]), np.stack(
             [sequence.answer_mask for sequence in examples]
@@ -356,13 +357,13 @@ def train_loader(
 
 
 def _micro_batch(
-    sequences: TrainSequences, first_slot: int, micro_batches_per_step: int, size: int, index: int
+    sequences: TrainSequences, first_slot_in_step: int, micro_batches_per_step: int, size: int, index_in_run: int
 ) -> Batch:
-    """Return micro-batch `index` of a run for one process. A step has `micro_batches_per_step` micro-batches of `size`
-    slots, cut from the global batch's slots from `first_slot` on.
+    """Return micro-batch `index_in_run` of a run for one process. A step has `micro_batches_per_step` micro-batches of
+    `size` slots, cut from the global batch's slots from `first_slot_in_step` on.
     """
-    step, number = divmod(index, micro_batches_per_step)
-    return sequences.batch(step, first_slot + number * size, size)
+    step, number = divmod(index_in_run, micro_batches_per_step)
+    return sequences.batch(step, first_slot_in_step + number * size, size)
 
 
 # ---------------------------------------------------------------- held-out sequences

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain, groupby, product, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,9 @@ from lm.data.store import (
     STORE_NAME_IN_ERRORS,
     TOKENIZER_FILE,
     SourceCounts,
-    finish_store,
     shard_path,
     token_dtype,
+    write_offsets_and_token_bytes,
     write_store_file,
 )
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, make_example, symbol_tokenizer
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 SHARD_BYTES = 64 << 20  # bytes of text whose tokens are in a shard; it ends with a document
 OMITTED_LIST_PREFIX = "omitted-"  # beginning of the names of the lists of documents left out, one a shard
 SEQUENCES_PER_TASK = 64  # sequences of each task that a store without text holds in each split
-# limits of `_answer_counts`: answers per symbol, sequences per task
+# limits of `_count_answers_by_symbol`: answers per symbol, sequences per task
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192
-COMMON_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # texts may spell them between documents
+END_TOKENS_SPELLED_IN_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # texts may spell them between documents
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 # Assignment of a document. A copy is left out because another document has the same content; an omitted document,
 # because the tokenizer does not give it back.
@@ -92,6 +92,14 @@ class Document:
     digest: int = 0  # 64-bit hash of the content
     index: int = 0  # number of documents that the scan has read before this one
     is_first_piece: bool = True  # true if the content is the beginning of the document
+
+
+class ReadDocument(NamedTuple):
+    """A document as it was read from a source."""
+
+    document: Document | UnreadableError | None  # None for a blank document; the error for an unreadable one
+    source_index: int
+    is_held_out: bool  # whether the document is of the source's own validation split
 
 
 # A document or piece, and the ids of its tokens in the store's dtype (tokens,), or why the tokenizer does not give it
@@ -183,7 +191,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
     return store, {
         "left_out": {"blank": scan.n_blank, "copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.unreadable_summary,
-        **finish_store(store, tokenizer, data.tokenizer.end_of_text, sources),
+        **write_offsets_and_token_bytes(store, tokenizer, data.tokenizer.end_of_text, sources),
     }
 
 
@@ -274,22 +282,24 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> tuple[Path, dict[str,
             for task, index in product(tasks, range(SEQUENCES_PER_TASK))
         ]
         write_store_file(shard_path(store, name, 0), np.array(sequences, token_dtype(n_symbols)).tobytes())
-        min_answers = MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0
-        counts[name] = _answer_counts(tasks, length, subset, n_symbols, min_answers)
+        target_answers = MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0
+        counts[name] = _count_answers_by_symbol(tasks, length, subset, n_symbols, target_answers)
     # a byte a symbol
     sources = [SourceCounts(task.name, 0, SEQUENCES_PER_TASK, SEQUENCES_PER_TASK * (length + 1)) for task in tasks]
-    facts = finish_store(store, tokenizer, END_OF_TEXT, dict.fromkeys(SPLITS, sources), counts)
+    facts = write_offsets_and_token_bytes(store, tokenizer, END_OF_TEXT, dict.fromkeys(SPLITS, sources), counts)
     return store, {"left_out": {}, "unreadable": {"count": 0, "first": []}, **facts}
 
 
-def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:
+def _count_answers_by_symbol(
+    tasks: list[Task], length: int, subset: Subset, n_symbols: int, target_answers: int
+) -> np.ndarray:
     """Count how often each symbol is an answer in `SEQUENCES_PER_TASK` sequences of each task: int64 (n_symbols,).
 
-    If these sequences have fewer than `min_answers` answers in total, more sequences of each task are counted, up to
+    If these sequences have fewer than `target_answers` answers in total, more sequences of each task are counted, up to
     `MAX_COUNTED_SEQUENCES`.
     """
     counts, sequences = np.zeros(n_symbols, np.int64), 0
-    while sequences < SEQUENCES_PER_TASK or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < min_answers):
+    while sequences < SEQUENCES_PER_TASK or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < target_answers):
         for task in tasks:
             sequence = make_example(task, STORE_SEED, sequences, length, subset)
             np.add.at(counts, sequence.tokens[1:][sequence.answer_mask], 1)
@@ -314,9 +324,9 @@ def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """
     n_blank, unreadable = 0, {"count": 0, "first": []}
     scanned_values = array("Q"), array("q"), array("H"), array("B")
-    end_tokens, n_spelled = {*COMMON_END_TOKENS, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
+    end_tokens, n_spelled = {*END_TOKENS_SPELLED_IN_TEXT, data.tokenizer.end_of_text}, Counter[tuple[int, str]]()
     with progress.byte_bar("scan", None) as bar:
-        for document, source, is_held_out in _read_documents(data, folder):
+        for document, source_index, is_held_out in _read_documents(data, folder):
             if isinstance(document, UnreadableError):
                 count_unreadable(unreadable, document, data.on_error)
                 continue
@@ -324,11 +334,11 @@ def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
                 n_blank += 1
                 continue
             for values, value in zip(
-                scanned_values, (document.digest, document.n_bytes, source, is_held_out), strict=True
+                scanned_values, (document.digest, document.n_bytes, source_index, is_held_out), strict=True
             ):
                 values.append(value)
             if isinstance(document.content, str):
-                n_spelled.update({(source, token): document.content.count(token) for token in end_tokens})
+                n_spelled.update({(source_index, token): document.content.count(token) for token in end_tokens})
             bar.update(document.n_bytes)
     for (source, token), count in (+n_spelled).items():
         spelling_note = f"{source_labels(data)[source]}: {token} is spelled {count:,} times, and read as text"
@@ -359,7 +369,7 @@ def _scan_documents(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     return Scan(hashes, n_bytes, sources, assignment, n_blank, unreadable)
 
 
-def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
+def _hashes_to_hold_out(hashes_and_sizes: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
     """Return the hashes of the documents to hold out. Each source gives its smallest hashes, until the documents that
     have them make up `fraction` of the source's bytes.
 
@@ -367,10 +377,10 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
     `fraction`, of its source's bytes. Where a source has a large document, half of the bytes of its other documents are
     enough, even if `fraction` asks for more.
 
-    sources: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
+    hashes_and_sizes: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """
     bytes_by_hash, large_hashes, smallest_hashes = [], [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
-    for hashes, sizes in sources:
+    for hashes, sizes in hashes_and_sizes:
         distinct_hashes, inverse = np.unique(hashes, return_inverse=True)
         bytes_by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of all documents with a hash
         large_hashes.append(distinct_hashes[bytes_by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
@@ -383,11 +393,8 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
     return np.concatenate(smallest_hashes)
 
 
-def _read_documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document | UnreadableError | None, int, bool]]:
-    """Yield (document, index of its source, whether the document is of the source's own validation split) for each
-    document.
-
-    A blank document is yielded as None, an unreadable document as its error. Each source is read in order, followed by
+def _read_documents(data: DataConfig, folder: Path) -> Iterator[ReadDocument]:
+    """Yield each document of the sources, blank and unreadable ones included. Each source is read in order, followed by
     its validation split if it has one.
 
     folder: where the documents of streamed sources are kept in files.
@@ -413,14 +420,14 @@ def _read_documents(data: DataConfig, folder: Path) -> Iterator[tuple[Document |
                     del encoded  # a long document is in memory once
                     is_blank = not n_bytes or (not has_ids[index] and content.isspace())
                     document = None if is_blank else Document(content, n_bytes, location, digest)
-                yield document, index, is_held_out
+                yield ReadDocument(document, index, is_held_out)
 
 
 def _read_scanned_documents(data: DataConfig, folder: Path, scan: Scan, is_wanted: np.ndarray) -> Iterator[Document]:
     """Yield the scanned documents for which `is_wanted`, (documents,) bool, is true. Raises DataError if the sources
     have changed since the scan.
     """
-    documents = (document for document, _, _ in _read_documents(data, folder) if isinstance(document, Document))
+    documents = (read.document for read in _read_documents(data, folder) if isinstance(read.document, Document))
     for number, (document, scanned_hash) in enumerate(zip_longest(documents, scan.hashes)):
         if document is None or document.digest != scanned_hash:
             changed = f"changed while it was read (document {number + 1}); run again"
@@ -444,8 +451,8 @@ def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callabl
 class Encoder:
     """Encodes batches of documents as token ids. Documents that are token ids already stay unchanged."""
 
-    def __init__(self, tokenizer: "Tokenizer", end_of_text: str):
-        self.tokenizer, self.end_of_text_id = tokenizer, tokenizer.token_to_id(end_of_text)
+    def __init__(self, tokenizer: "Tokenizer", leading_token: str):
+        self.tokenizer, self.leading_id = tokenizer, tokenizer.token_to_id(leading_token)
         self.dtype = np.dtype(token_dtype(vocab_size(tokenizer)))
         self.bytes_per_token, self.special_token_mask = count_token_bytes(tokenizer), special_token_mask(tokenizer)
         keeps_all_characters = tokenizer.normalizer is None and getattr(tokenizer.model, "unk_token", None) is None
@@ -457,7 +464,7 @@ class Encoder:
         self.byte_count_suffices = self.bytes_per_token is not None and keeps_all_characters and is_reversible
 
     def __call__(self, documents: list[Document]) -> list[TokenizedDocument]:
-        """Encode documents or pieces of documents, with an end-of-text token before the first token of each document.
+        """Encode documents or pieces of documents, with the leading token before the first token of each document.
 
         A document gets an `UnreadableError` in place of ids if its decoded tokens differ from it, or if it has a
         special token.
@@ -471,7 +478,7 @@ class Encoder:
             if is_text and (problem := self._decoding_problem(document.content, tokens)):
                 tokens = UnreadableError(f"{document.location}: data.tokenizer: {problem}")
             elif document.is_first_piece:
-                tokens = np.insert(tokens, 0, self.end_of_text_id)
+                tokens = np.insert(tokens, 0, self.leading_id)
             tokenized.append((document, tokens))
         return tokenized
 
@@ -534,15 +541,17 @@ def split_long_words(text: str) -> Iterator[str]:
 
 
 def encode_documents(
-    documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str
+    documents: Iterator[Document], tokenizer: "Tokenizer", leading_token: str
 ) -> Iterator[TokenizedDocument]:
     """Encode documents in batches, with a thread for each core, and yield them, or their pieces, in order. Threads run
     in parallel as the `tokenizers` library releases the GIL.
 
     Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`). Memory holds
     few pieces at a time.
+
+    leading_token: the token that precedes each document, the end-of-text token.
     """
-    encoder = Encoder(tokenizer, end_of_text)
+    encoder = Encoder(tokenizer, leading_token)
     is_divisible = encoder.bytes_per_token is not None and can_cut_between_words(tokenizer)
     document_pieces = (
         _split_document(document) if is_divisible and isinstance(document.content, str) else [document]

@@ -123,11 +123,11 @@ def store_summary(store: Store) -> str:
     )
 
 
-def check_text_lengths(store: Store, config: "Config", length_key: str = "data.seq_len") -> None:
+def check_text_lengths(store: Store, config: "Config", key_in_error: str = "data.seq_len") -> None:
     """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of
     `config.data.seq_len` tokens.
 
-    length_key: the configuration key that sets this length, for the error.
+    key_in_error: the configuration key that sets this length, for the error.
     """
     data, texts = config.data, [("training text", store.train.n_tokens), ("held-out text", store.val.n_tokens)]
     if len(data.sources) > 1 and data.text_weight:  # otherwise sources' weights draw no sequence
@@ -136,7 +136,7 @@ def check_text_lengths(store: Store, config: "Config", length_key: str = "data.s
     if n_tokens <= data.seq_len:
         reason = f"a sequence needs {data.seq_len + 1:,} tokens, the {name} has {n_tokens:,} ({store.path.name})"
         remedy = f"add text, or train on sequences of {n_tokens - 1} tokens or less"
-        raise ConfigError([Problem(length_key, data.seq_len, reason, remedy)])
+        raise ConfigError([Problem(key_in_error, data.seq_len, reason, remedy)])
 
 
 # ---------------------------------------------------------------- the store of a configuration

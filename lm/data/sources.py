@@ -46,8 +46,8 @@ class SourceReader:
     """
 
     read_documents: Callable[[Source, Vocabulary | None], Documents]
-    # returns the source's identity, with the hashes of files; the second argument is `data.root`
-    identify: Callable[[Source, Path, FileHashes], dict[str, Plain]]
+    # returns the source's identity, with the hashes of files
+    identify: Callable[[Source, FileHashes], dict[str, Plain]]
     # the source's own held-out documents as a source
     held_out_source: Callable[[Source], Source | None] = lambda source: None
 
@@ -68,7 +68,7 @@ def source_identity(source: Source, root: Path) -> dict[str, Plain]:
     """
     hashes = FileHashes(root)
     try:
-        return source_reader(source).identify(source, root, hashes)
+        return source_reader(source).identify(source, hashes)
     finally:
         hashes.save()
 
@@ -128,7 +128,7 @@ def _package_documents(source: PackageSource, vocabulary: None) -> Documents:
     return text_files.read_files(list(TEXT_PACKAGES[source.package].paths().values()), files)
 
 
-def _package_identity(source: PackageSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def _package_identity(source: PackageSource, hashes: FileHashes) -> dict[str, Plain]:
     """Return the package's name, its version, and the sha256 of its documents. Raises DataError: the sha256 differs
     from the one that lm expects for this package.
     """
@@ -177,13 +177,13 @@ def _hub_held_out_source(source: HubSource) -> HubSource | None:
     )
 
 
-def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def _hub_identity(source: HubSource, hashes: FileHashes) -> dict[str, Plain]:
     """Return the source's options, with the sha256 of each file of a local folder. For a hub dataset without a pinned
     commit, the options are followed by the dataset's hash, which `datasets` computes.
     """
     option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in option_names}
-    folder = Path(_hub_path(source))
+    folder = Path(_hub_name_or_folder(source))
     if folder.is_dir():
         paths = sorted(files_below(folder))
         return options | {
@@ -194,7 +194,7 @@ def _hub_identity(source: HubSource, root: Path, hashes: FileHashes) -> dict[str
     with _convert_library_errors(source):
         import datasets
 
-        builder = datasets.load_dataset_builder(_hub_path(source), source.config, revision=source.revision)
+        builder = datasets.load_dataset_builder(_hub_name_or_folder(source), source.config, revision=source.revision)
         return options | {"fingerprint": builder.hash}
 
 
@@ -202,12 +202,16 @@ def _load_dataset(source: HubSource) -> "Dataset | IterableDataset":
     """Open the dataset with the `datasets` library."""
     import datasets
 
-    is_saved = any(Path(_hub_path(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
+    is_saved = any(Path(_hub_name_or_folder(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
     if not is_saved:  # by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`
         return datasets.load_dataset(
-            _hub_path(source), source.config, split=source.split, revision=source.revision, streaming=source.streaming
+            _hub_name_or_folder(source),
+            source.config,
+            split=source.split,
+            revision=source.revision,
+            streaming=source.streaming,
         )
-    dataset = datasets.load_from_disk(_hub_path(source))
+    dataset = datasets.load_from_disk(_hub_name_or_folder(source))
     splits = (
         dict(dataset) if isinstance(dataset, datasets.DatasetDict) else {str(dataset.split or source.split): dataset}
     )
@@ -216,7 +220,7 @@ def _load_dataset(source: HubSource) -> "Dataset | IterableDataset":
     return splits[source.split]
 
 
-def _hub_path(source: HubSource) -> str:
+def _hub_name_or_folder(source: HubSource) -> str:
     """Return the `path` that `datasets` takes: the name on the hub, or a folder, with `~` as the home folder."""
     return os.path.expanduser(source.dataset)
 
@@ -224,7 +228,7 @@ def _hub_path(source: HubSource) -> str:
 @contextmanager
 def _convert_library_errors(source: HubSource) -> Iterator[None]:
     """Return a context that turns errors of the `datasets` library or the network into a one-line DataError."""
-    if source.dataset.startswith((".", "/", "~")) and not Path(_hub_path(source)).is_dir():
+    if source.dataset.startswith((".", "/", "~")) and not Path(_hub_name_or_folder(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:
         yield

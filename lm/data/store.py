@@ -55,7 +55,7 @@ class SourceCounts:
 class Split:
     """The training or held-out tokens of a store. Files are mapped from disk at first use."""
 
-    path: Path  # absolute, without suffix
+    path_without_suffix: Path  # absolute
     dtype: str
     n_tokens: int
     n_documents: int
@@ -70,7 +70,7 @@ class Split:
         """Return the index of each document's first token, followed by the split's number of tokens: int64 (n_documents
         + 1,), read-only.
         """
-        return _map_array(self.path.with_suffix(".offsets.npy"))
+        return _map_array(self.path_without_suffix.with_suffix(".offsets.npy"))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -87,11 +87,11 @@ class Split:
         """Return the tokens at `indices`, in the shape of `indices` and the store's dtype."""
         names, starts = [*self.shard_starts], np.array([*self.shard_starts.values()])
         if len(names) == 1:  # as of most stores: faster
-            return np.asarray(_map_array(self.path.with_name(names[0]), self.dtype))[indices]
+            return np.asarray(_map_array(self.path_without_suffix.with_name(names[0]), self.dtype))[indices]
         shard_numbers, tokens = np.searchsorted(starts, indices, "right") - 1, np.empty(indices.shape, self.dtype)
         for number in np.unique(shard_numbers):
             in_shard = shard_numbers == number
-            shard = _map_array(self.path.with_name(names[number]), self.dtype)
+            shard = _map_array(self.path_without_suffix.with_name(names[number]), self.dtype)
             tokens[in_shard] = np.asarray(shard)[indices[in_shard] - starts[number]]
         return tokens
 
@@ -227,19 +227,19 @@ def write_store_file(path: Path, content: bytes) -> None:
     write_together({path: content}, STORE_NAME_IN_ERRORS)
 
 
-def finish_store(
+def write_offsets_and_token_bytes(
     folder: Path,
     tokenizer: "Tokenizer",
     end_of_text: str,
     sources: dict[str, list[SourceCounts]],
-    target_counts: Mapping[str, np.ndarray] | None = None,
+    predicted_counts_by_split: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Plain]:
     """Write the offsets of the documents whose shards are in `folder`, and the number of bytes of each token. Return
     the manifest's entries on vocabulary, splits and files.
 
     Args:
         sources: the numbers of documents and bytes of each source in each split.
-        target_counts: for a store of symbols, how often each is predicted in each split, (V,); in losses per byte a
+        predicted_counts_by_split: for a store of symbols, how often each is predicted, (V,); in losses per byte a
             symbol is one byte. None: the store holds text, and a token is predicted as often as it occurs.
     """
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
@@ -260,11 +260,11 @@ def finish_store(
             ],
         }
     for name in SPLITS:
-        predicted_counts = target_counts or token_counts
-        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(predicted_counts[name], predicted_counts["train"])
+        counts_by_split = predicted_counts_by_split or token_counts
+        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(counts_by_split[name], counts_by_split["train"])
     total_counts, n_bytes = sum(token_counts.values()), sum(split["n_bytes"] for split in splits.values())
     bytes_per_token, origin = count_token_bytes(tokenizer), "exact"
-    if target_counts:
+    if predicted_counts_by_split:
         bytes_per_token, origin = np.ones(size, np.float32), "one a symbol"
     elif bytes_per_token is None or int(total_counts @ bytes_per_token.astype(np.int64)) != n_bytes:
         origin = "corpus mean"

@@ -26,7 +26,7 @@ ENCODING_PREFIXES = (
     ":",
     "\n",
 )  # texts before a piece that is encoded; the first that does not merge with it is taken
-MAX_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
+MAX_DRAWS_TO_FIT = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
 
 
@@ -168,7 +168,7 @@ class TaskText:
         """Return the text of token ids (tokens,)."""
         return decode(self._tokenizer, tokens.tolist())
 
-    def decode_answer(self, tokens: np.ndarray) -> str:
+    def decode_until_special_token(self, tokens: np.ndarray) -> str:
         """Return the text of generated tokens up to the first special token, such as the end-of-text token."""
         return self.decode(tokens[: np.append(np.isin(tokens, self._special_ids), True).argmax()])
 
@@ -195,7 +195,7 @@ class TaskText:
 # ---------------------------------------------------------------- recall over symbols
 
 
-def make_mqar(task: MQAR, draw: Draw, length: int, text: TaskText | None = None) -> Example:
+def make_mqar(task: MQAR, draw: Draw, length: int, unused_text: TaskText | None = None) -> Example:
     """Make a sequence of multi-query associative recall. Raises NoRoomError: pairs and queries don't fit into `length`
     predicted tokens.
     """
@@ -288,25 +288,25 @@ def _assemble_haystack(
     draw: Draw,
     length: int,
     text: TaskText,
-    numbers: list[np.ndarray],
-    sentences: dict[int, np.ndarray],
-    questions: dict[int, np.ndarray],
+    number_tokens: list[np.ndarray],
+    sentence_by_city: dict[int, np.ndarray],
+    question_by_city: dict[int, np.ndarray],
 ) -> Example:
     """Return the sequence of a needle task with filler, sentences and questions in their places.
 
     Args:
-        numbers: the token ids of each city's number.
-        sentences: for each city in the haystack, by index, the token ids of its sentence up to the number.
-        questions: for each city that is asked for, by index, the token ids of its question.
+        number_tokens: the token ids of each city's number.
+        sentence_by_city: for each city in the haystack, by index, the token ids of its sentence up to the number.
+        question_by_city: for each city that is asked for, by index, the token ids of its question.
 
     Raises NoRoomError: the sentences and questions don't fit into `length` predicted tokens.
     """
     end = text.encode(".")
-    whole_sentences = [np.concatenate((begin, numbers[index], end)) for index, begin in sentences.items()]
-    ending = [part for index, question in questions.items() for part in (question, numbers[index])]
+    whole_sentences = [np.concatenate((begin, number_tokens[index], end)) for index, begin in sentence_by_city.items()]
+    ending = [part for index, question in question_by_city.items() for part in (question, number_tokens[index])]
     n_filler = length + 1 - sum(map(len, [*whole_sentences, *ending]))
     require_room(n_filler, "the needles and their questions", length)
-    depths = draw.integers(n_filler + 1, len(sentences))  # tokens of filler before each sentence
+    depths = draw.integers(n_filler + 1, len(sentence_by_city))  # tokens of filler before each sentence
     if task.depth is not None and not task.absent:
         depths[0] = round(task.depth * n_filler)
     order, widths = np.argsort(depths, kind="stable"), np.array([*map(len, whole_sentences)], np.int64)
@@ -316,10 +316,10 @@ def _assemble_haystack(
     body = np.insert(text.draw_filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
     # from the end of a question to the end of its answer
     answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)
-    spans = np.zeros((2, len(numbers), 2), np.int64)  # of each number in its sentence, and of its sentence
-    for (index, begin), start, width in zip(sentences.items(), starts, widths, strict=True):
-        spans[:, index] = start + np.array([[len(begin), len(begin) + len(numbers[index])], [0, width]])
-    evidence, needles = spans[:, list(questions)]
+    spans = np.zeros((2, len(number_tokens), 2), np.int64)  # of each number in its sentence, and of its sentence
+    for (index, begin), start, width in zip(sentence_by_city.items(), starts, widths, strict=True):
+        spans[:, index] = start + np.array([[len(begin), len(begin) + len(number_tokens[index])], [0, width]])
+    evidence, needles = spans[:, list(question_by_city)]
     return Example(np.concatenate((body, *ending)), answers, evidence, needles)
 
 
@@ -348,7 +348,7 @@ def make_example(
         TaskError: no contents (keys, numbers or symbols) for this subset were found, or the text has too little filler.
     """
     draw = Draw(seed, subset, index)
-    for tries_left in reversed(range(MAX_CONTENT_DRAWS)):
+    for tries_left in reversed(range(MAX_DRAWS_TO_FIT)):
         try:
             return EXAMPLE_MAKERS[type(task)](task, draw, length, text)
         except NoRoomError:  # names and numbers differ in their number of tokens: others may fit

@@ -163,7 +163,7 @@ def file_documents(source: FileSource, vocabulary: object = None) -> Documents:
         )
 
 
-def files_identity(source: FileSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def files_identity(source: FileSource, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect
     reading.
 
@@ -218,7 +218,7 @@ def files_summary(source: FileSource) -> str:
     """
     folders = filter(Path.is_dir, map(expand_home, source.paths))
     ignored_counts = Counter(
-        _format_suffix(file) or "no suffix"
+        _full_suffix(file) or "no suffix"
         for path in folders
         for file in files_below(path)
         if not _is_supported_file(source, file, True)
@@ -249,7 +249,7 @@ def files_below(folder: Path) -> Iterator[Path]:
         yield from (file for file in files if file.is_file() or not file.exists())
 
 
-def _format_suffix(path: Path) -> str:
+def _full_suffix(path: Path) -> str:
     """Return a file's suffix in lower case; for a compressed file, both suffixes, such as `.json.gz`."""
     is_compressed = path.suffix.lower() in (".gz", ".zst")
     return ((Path(path.stem).suffix if is_compressed else "") + path.suffix).lower()
@@ -257,19 +257,19 @@ def _format_suffix(path: Path) -> str:
 
 def _is_supported_file(source: FileSource, path: Path, in_folder: bool) -> bool:
     """Return whether a file is read. A plain .json file in a folder is not: it mostly describes other files."""
-    return _file_reader(path, source) is not None and not (in_folder and _format_suffix(path) == ".json")
+    return _file_reader(path, source) is not None and not (in_folder and _full_suffix(path) == ".json")
 
 
 def _file_reader(path: Path, source: FileSource) -> Callable[[Path, FileSource, DocumentParser], Documents] | None:
     """Return the function that reads a file by its suffix, in upper or lower case. Return None for a suffix that is not
     supported.
     """
-    suffix = _format_suffix(path).removesuffix(".gz").removesuffix(".zst")
+    suffix = _full_suffix(path).removesuffix(".gz").removesuffix(".zst")
     if suffix in map(str.lower, source.suffixes):
         return _read_txt
     if suffix in (".jsonl", ".ndjson", ".json"):
         return _read_jsonl
-    return _read_parquet if _format_suffix(path) == ".parquet" else None
+    return _read_parquet if _full_suffix(path) == ".parquet" else None
 
 
 def read_files(paths: list[Path], source: FileSource, parse: DocumentParser = checked_text) -> Documents:

@@ -71,7 +71,7 @@ class Vocabulary:
         self.valid_id_mask = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
         self.valid_id_mask[list(self.tokenizer.get_vocab().values())] = True
 
-    def check_document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
+    def check_and_strip_ids(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
         """Check a document's ids, and return them without a leading or trailing end-of-text token: uint32 (tokens,),
         empty for None.
 
@@ -163,7 +163,7 @@ def held_out_source(source: TokenSource) -> TokenSource | None:
     return dataclasses.replace(source, paths=paths, validation_paths=[]) if paths else None
 
 
-def tokens_identity(source: TokenSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def tokens_identity(source: TokenSource, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: the format, and paths and sha256 of the training and the
     held-out files. Paths are those that `source` leads to; `root` is not used.
     """
@@ -219,7 +219,7 @@ def _read_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Do
     if size % 4 == 0 and len(high_halves) >= 64 and high_halves.max() < 16 <= low_halves.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
         raise UnreadableError(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
-    yield from _split_ids(path, ids, vocabulary, border_offset=1)
+    yield from _split_ids(path, ids, vocabulary, end_of_text_is_last=True)
 
 
 def _read_modded_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
@@ -236,23 +236,25 @@ def _read_modded_nanogpt(path: Path, source: TokenSource, vocabulary: Vocabulary
         raise UnreadableError(
             f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged"
         )
-    yield from _split_ids(path, np.memmap(path, dtype, "r", 4 * HEADER_INT_COUNT), vocabulary, border_offset=0)
+    yield from _split_ids(
+        path, np.memmap(path, dtype, "r", 4 * HEADER_INT_COUNT), vocabulary, end_of_text_is_last=False
+    )
 
 
-def _split_ids(path: Path, ids: np.ndarray, vocabulary: Vocabulary, border_offset: int) -> Documents:
-    """Yield the documents of an array of ids. The end-of-text token follows each document if `border_offset` is 1, and
-    precedes it if 0.
+def _split_ids(path: Path, ids: np.ndarray, vocabulary: Vocabulary, end_of_text_is_last: bool) -> Documents:
+    """Yield the documents of an array of ids. The end-of-text token follows each document if `end_of_text_is_last`,
+    else it precedes each document.
     """
     begin = number = 0
     borders = (
         start + np.flatnonzero(ids[start : start + _IDS_PER_BLOCK] == vocabulary.end_of_text_id)
         for start in range(0, len(ids), _IDS_PER_BLOCK)
     )
-    for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
+    for end in chain(chain.from_iterable((indices + end_of_text_is_last).tolist() for indices in borders), [len(ids)]):
         if end > begin:
             number += 1
             location = f"{path}: document {number:,}, from id {begin:,} on"
-            yield parse_document(vocabulary.check_document, ids[begin:end], location), location
+            yield parse_document(vocabulary.check_and_strip_ids, ids[begin:end], location), location
         begin = end
 
 
@@ -272,7 +274,7 @@ def _column_files(source: TokenSource) -> list[Path]:
 
 def _read_column(path: Path, source: TokenSource, vocabulary: Vocabulary) -> Documents:
     """Yield the documents of a .jsonl or .parquet file, whose column holds lists of ids."""
-    return read_files([path], FileSource([str(path)], [], source.column), vocabulary.check_document)
+    return read_files([path], FileSource([str(path)], [], source.column), vocabulary.check_and_strip_ids)
 
 
 def _saved_dataset_folders(source: TokenSource) -> list[Path]:
@@ -290,7 +292,7 @@ def _read_saved_dataset(path: Path, source: TokenSource, vocabulary: Vocabulary)
     import datasets
 
     dataset = datasets.load_from_disk(os.fspath(path))
-    yield from dataset_documents(dataset, source.column, str(path), vocabulary.check_document)
+    yield from dataset_documents(dataset, source.column, str(path), vocabulary.check_and_strip_ids)
 
 
 # {format: (lists a source's files or folders, reads the documents of one of them)}

@@ -153,7 +153,7 @@ def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
         if (other := tokens_by_id.setdefault(index, token)) != token:
             first, second = sorted((other, token))  # the vocabulary has no order
             raise DataError(f"{first!r} and {second!r} both have the id {index:,}; give each token an id of its own")
-    _check_merges(file["model"], added_ids)
+    _check_merges_complete(file["model"], added_ids)
     if tokenizer.token_to_id(end_of_text) is None:
         special_names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         listing = f"it has {', '.join(special_names[:8])}" if special_names else "it has no special tokens"
@@ -166,7 +166,7 @@ def parse_tokenizer(content: str | bytes, end_of_text: str) -> "Tokenizer":
     return tokenizer
 
 
-def _check_merges(model: dict[str, Plain], added_tokens: Container[str]) -> None:
+def _check_merges_complete(model: dict[str, Plain], added_tokens: Container[str]) -> None:
     """Raise DataError if more than a tenth of a byte-pair model's tokens are made by no merge, as in a truncated file
     of merges.
 

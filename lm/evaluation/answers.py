@@ -245,7 +245,7 @@ def trial_scores(decoder: Decoder, trials: list[NeedleTrial], length: int, text:
     nll = F.cross_entropy(logits.mT, answers, reduction="none")  # (B, A)
     score_rows = []
     for trial, losses, tokens in zip(trials, nll, outputs.cpu().numpy(), strict=True):
-        exact = text.decode_answer(tokens).strip().startswith(trial.correct_number)
+        exact = text.decode_until_special_token(tokens).strip().startswith(trial.correct_number)
         score_rows.append([float(exact), float(losses[: len(trial.answer)].mean())])
     return torch.tensor(score_rows)
 

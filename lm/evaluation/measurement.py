@@ -256,7 +256,7 @@ class Measurement(ABC):
     @classmethod
     def options_of(cls, config: Config) -> EvaluationTiming:
         """Return the evaluation's options in a configuration, including those that say when it runs during training."""
-        return config.eval.kind_options.get(cls.kind, EvaluationTiming())
+        return config.eval.non_null_kind_options.get(cls.kind, EvaluationTiming())
 
     @classmethod
     def sequence_options(cls, config: Config, metric: str) -> dict[str, Plain]:

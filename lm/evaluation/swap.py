@@ -14,7 +14,7 @@ from torch import Tensor
 from lm.attention.options import Options
 from lm.config.load import command_overrides, merge, parse_config, to_yaml
 from lm.config.tree import Config
-from lm.config.yaml_text import override_text
+from lm.config.yaml_text import yaml_override
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluate import measurement_config, open_device, open_store
 from lm.evaluation.held_out import SwapMeasurement
@@ -120,7 +120,7 @@ def _closing_notes(old: Decoder, new: Decoder, config: Config, destination: Path
         )
     options = config.model.normalizer
     values = {name: to_plain(options)[name] for name in ("name", *options.non_defaults())}
-    changes = [override_text("model.normalizer", values), *["phases=[]"] * bool(config.phases)]
+    changes = [yaml_override("model.normalizer", values), *["phases=[]"] * bool(config.phases)]
     command = f"lm train CONFIG {shlex.join(changes)} init_from={destination} name=..."
     return [*notes, f"{destination}: weights alone; go on with: lm eval {destination}, or {command}"]
 

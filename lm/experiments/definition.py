@@ -20,7 +20,7 @@ from lm.config.normalizers import NORMALIZER_OPTIONS
 from lm.config.removed_keys import removed_hashed_defaults
 from lm.config.schema import build_block, cross_key_problems, key, section
 from lm.config.tree import Config, ExperimentConfig, distinguishes_arms, key_effect
-from lm.config.yaml_text import override_text, resolve_interpolations
+from lm.config.yaml_text import resolve_interpolations, yaml_override
 from lm.data.prepare import expected_vocab_size
 from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import find_metric
@@ -266,7 +266,7 @@ class Experiment:
     def due_evaluations(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
         """Return the kinds of evaluation that are due at the end of an arm's run, without validation; the options that
         `evaluate` asks for, by kind; and those of the run's configuration, by kind."""
-        (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.kind_options
+        (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.non_null_kind_options
         steps = config.trainer.max_steps
         due_kinds = [kind for kind in wanted_kinds if not arm.is_trained or kinds[kind].is_due(steps, steps)]
         run_eval_options = {kind: config.eval.measurement_options(kind) for kind in ("validation", *kinds)}
@@ -275,7 +275,7 @@ class Experiment:
     @property
     def evaluation_overrides(self) -> list[str]:
         """Return the keys of `evaluate` as `KEY=VALUE` arguments of `lm eval`."""
-        return [override_text(name, value) for name, value in self.evaluation_changes.items()]
+        return [yaml_override(name, value) for name, value in self.evaluation_changes.items()]
 
 
 def config_hash(config: Config) -> str:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from lm.config.load import to_yaml
 from lm.config.tree import Config
-from lm.config.yaml_text import override_text
+from lm.config.yaml_text import yaml_override
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import Arm, Experiment, Swap
 from lm.experiments.judging import JUDGED_COLUMNS, Judgement, Question, Rate, SizeArm, judge
@@ -510,7 +510,7 @@ def remaining_commands(run: Run) -> list[list[str]]:
         labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
         blocks = {"model.normalizer": to_plain(config.model.normalizer), "experiment": labels}
         overrides = [
-            override_text(f"{block}.{name}", value)
+            yaml_override(f"{block}.{name}", value)
             for block, options in blocks.items()
             for name, value in options.items()
             if (block, name) not in (("model.normalizer", "name"), ("model.normalizer", "init"))

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from lm.config.tree import canonical_config, distinguishes_arms, keys_recorded_per_start
+from lm.config.tree import canonical_config, distinguishes_arms, keys_recorded_at_each_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import yaml_scalar
 from lm.files import json_sha256
@@ -76,7 +76,7 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical_config(config)).items() if distinguishes_arms(key)}
-    settings = {key: recorded_setting(environment, key.rpartition(".")[2]) for key in keys_recorded_per_start()}
+    settings = {key: recorded_setting(environment, key.rpartition(".")[2]) for key in keys_recorded_at_each_start()}
     definition |= {key: value for key, value in settings.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
     if config.get("init_from") and "arm" in start:

@@ -27,7 +27,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     parameters, flops, tokens = count_parameters(decoder), flops_per_token(decoder), steps * optim.batch_tokens
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     epochs = tokens * config.data.text_weight / store.train.n_tokens
-    phases, phase_config = zip(config.phases, config.phase_ends, strict=False), config.config_in_phase(start.phase)
+    phases, phase_config = zip(config.phases, config.phase_ends, strict=False), config.with_phase_seq_len(start.phase)
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "

@@ -194,7 +194,7 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
 
 def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
     """Return Lightning's Trainer for one phase. Its callbacks are called in the order listed here."""
-    config = run.config.config_in_phase(start.phase)
+    config = run.config.with_phase_seq_len(start.phase)
     return L.Trainer(
         accelerator=run.machine.accelerator,
         devices=config.trainer.devices,

@@ -43,7 +43,7 @@ class LanguageModel(L.LightningModule):
     def __init__(self, run: RunContext, start: PhaseStart):
         super().__init__()
         self.run, self.decoder, self.phase_start = run, start.decoder, start
-        self.config = config = run.config.config_in_phase(start.phase)
+        self.config = config = run.config.with_phase_seq_len(start.phase)
         self.decoder.recomputes_activations = config.trainer.activation_checkpointing
         if run.machine.compiles:
             use_compile_cache()
@@ -189,7 +189,7 @@ class StepData(L.LightningDataModule):
 
     def __init__(self, run: RunContext, phase: int):
         super().__init__()
-        self.run, self.config = run, run.config.config_in_phase(phase)
+        self.run, self.config = run, run.config.with_phase_seq_len(phase)
         self.loader: TrainLoader | None = None  # None before training has begun
 
     def train_dataloader(self) -> TrainLoader:

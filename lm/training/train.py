@@ -47,8 +47,8 @@ def train(config: Config) -> int:
             config = with_steps(config, store.vocab_size)
             for index, phase in enumerate(config.training_phases):
                 key = f"phases[{index}].seq_len" if phase.seq_len else "data.seq_len"
-                check_text_lengths(store, config.config_in_phase(index), length_key=key)
-                train_sequences(store, config.config_in_phase(index))  # its tasks have room
+                check_text_lengths(store, config.with_phase_seq_len(index), key_in_error=key)
+                train_sequences(store, config.with_phase_seq_len(index))  # its tasks have room
             if config.trainer.callbacks or config.log.logger_classes:
                 import torchmetrics  # noqa: F401 (`self.log` needs it)
             from lm.training.fit import fit  # Lightning takes seconds; errors above don't need it

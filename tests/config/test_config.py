@@ -13,7 +13,7 @@ from lm.config.load import load_config, merge, parse_config, to_yaml
 from lm.config.reference import reference_rows
 from lm.config.schema import fields_at
 from lm.config.tree import Config
-from lm.config.yaml_text import override_text, parse_yaml
+from lm.config.yaml_text import parse_yaml, yaml_override
 from lm.errors import ConfigError
 from lm.experiments.definition import read_experiment
 from lm.model.decoder import Decoder
@@ -138,7 +138,7 @@ def test_a_value_that_cannot_work_is_refused_by_its_key(override: str, path: str
     ["a # b", "1e3", "true", "", "\U0001f600 \u2028", "a: b", 1e-5, math.inf, None, False, [1, "x, y"], {"a": [None]}],
 )
 def test_an_override_is_read_back_as_it_was_given(value: object):
-    key, _, text = override_text("eval.texts", value).partition("=")
+    key, _, text = yaml_override("eval.texts", value).partition("=")
     read = parse_yaml(text, "override")
     assert (key, read, type(read)) == ("eval.texts", value, type(value))
 

@@ -8,7 +8,7 @@ from lm.config.load import command_overrides
 from lm.config.model_config import ModelConfig
 from lm.config.reference import reference_rows
 from lm.config.schema import effect_at
-from lm.config.tree import Config, distinguishes_arms, key_effect, keys_recorded_per_start, model_function_options
+from lm.config.tree import Config, distinguishes_arms, key_effect, keys_recorded_at_each_start, model_function_options
 from lm.errors import ConfigError
 
 KEYS = [path for path, *_ in reference_rows(Config)]
@@ -47,7 +47,7 @@ def test_which_keys_distinguish_arms(path: str, learned: bool):
 
 
 def test_which_keys_that_affect_learning_may_change_on_resume():
-    assert sorted(keys_recorded_per_start()) == [
+    assert sorted(keys_recorded_at_each_start()) == [
         "trainer.callbacks",
         "trainer.compile",
         "trainer.max_steps",

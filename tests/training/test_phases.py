@@ -61,10 +61,10 @@ def test_a_phase_without_a_swap_keeps_the_optimizer_state_and_its_factor_is_on_t
 def test_a_batch_depends_on_the_step_and_its_phase_alone(tiny):
     config, longer = tiny(LONGER), tiny("data.seq_len=64")
     store = prepare(config.data)
-    batches = [train_sequences(store, given).batch(5, 0, 4) for given in (config.config_in_phase(1), longer)]
+    batches = [train_sequences(store, given).batch(5, 0, 4) for given in (config.with_phase_seq_len(1), longer)]
     assert torch.equal(batches[0].tokens, batches[1].tokens)
     assert batches[0].tokens.shape == (4, 64)
-    assert config.config_in_phase(0) is config
+    assert config.with_phase_seq_len(0) is config
 
 
 def test_n_and_m_go_by_the_first_length_and_the_model_has_the_last_positions(tiny):
