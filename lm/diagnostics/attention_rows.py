@@ -61,7 +61,7 @@ class AttentionRows:
 
     layer: int  # from 0
     queries: Tensor  # (T,) int64, index of each query in the sequence
-    n_later_queries: Tensor  # (T,) int64, for each query the number of described queries after it in the sequence
+    later_query_counts: Tensor  # (T,) int64, for each query the number of described queries after it in the sequence
     normalizer: Normalizer  # the layer's normalizer: its `normalize` turns scores into weights
     layout: AttentionLayout  # where queries and keys stand in their documents
     # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
@@ -84,15 +84,15 @@ class AttentionRows:
             them.
         n_queries_in_later_blocks: number of the sequence's queries after this block.
         """
-        visible = _as_query_by_key(block.normalizer.visible(block.layout))
-        n_later_queries = n_queries_in_later_blocks + torch.arange(
+        visible = _drop_batch_and_head_axes(block.normalizer.visible(block.layout))
+        later_query_counts = n_queries_in_later_blocks + torch.arange(
             len(block.queries) - 1, -1, -1, device=block.queries.device
         )
         tensors = block.scores[0], block.weights[0], visible
         return cls(
             block.layer,
             block.queries,
-            n_later_queries,
+            later_query_counts,
             block.normalizer,
             block.layout,
             *tensors,
@@ -108,14 +108,14 @@ class AttentionRows:
     @cached_property
     def first_token_mask(self) -> Tensor:
         """Mask, (T, S) bool, that is true at the first token of each query's document."""
-        return _as_query_by_key(self.layout.visible()) & (self.layout.key_positions == 0).view(
+        return _drop_batch_and_head_axes(self.layout.visible()) & (self.layout.key_positions == 0).view(
             -1, self.visible.size(-1)
         )
 
     @cached_property
     def distance(self) -> Tensor:
         """Number of tokens from the key to the query, (T, S) fp32; it is negative for keys after the query."""
-        return _as_query_by_key(self.layout.distance())
+        return _drop_batch_and_head_axes(self.layout.distance())
 
     @cached_property
     def magnitudes(self) -> Tensor:
@@ -143,11 +143,11 @@ class AttentionRows:
             return self.scores
         if self.normalizer.score_map == "exp":
             return self.scores - log_decay.view(-1, 1, 1) * self.distance
-        query, key = self.query_key_features
+        query, key = self.linear_attention_features
         return query @ key.transpose(-2, -1)
 
     @cached_property
-    def query_key_features(self) -> tuple[Tensor, Tensor]:
+    def linear_attention_features(self) -> tuple[Tensor, Tensor]:
         """Features of the queries (H, T, F) and of the keys (H, S, F), fp32, whose products are the scores of linear
         attention (`Normalizer.apply_feature_map`).
         """
@@ -156,7 +156,7 @@ class AttentionRows:
         return query[0], key[0]
 
     @cached_property
-    def moments(self) -> Moments:
+    def moments_without_decay(self) -> Moments:
         """Moments, (H, T) each, of `scores_without_decay` over the keys that each query sees."""
         return score_moments(self.scores_without_decay, self.visible)
 
@@ -177,7 +177,7 @@ class AttentionRows:
         layout = self.layout.select(queries, self.visible.size(-1))
         scores = self.scores[:, queries]
         weights = self.weights[:, queries]
-        fields = {name: getattr(self, name)[queries] for name in ("queries", "n_later_queries", "visible")}
+        fields = {name: getattr(self, name)[queries] for name in ("queries", "later_query_counts", "visible")}
         return replace(self, layout=layout, scores=scores, weights=weights, **fields)
 
     def normalize(self, scores: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class AttentionRows:
         return self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
 
     @cached_property
-    def with_first_token_masked(self) -> "AttentionRows":
+    def with_first_token_zeroed(self) -> "AttentionRows":
         """Same rows with the first token of the document made invisible and its weight set to 0; weights of other keys
         do not change.
         """
@@ -196,7 +196,7 @@ class AttentionRows:
         )
 
 
-def _as_query_by_key(values: Tensor) -> Tensor:
+def _drop_batch_and_head_axes(values: Tensor) -> Tensor:
     """Reshape `values`, (T, S) or (1, 1, T, S), to (T, S)."""
     return values.reshape(values.shape[-2:])
 
@@ -238,7 +238,7 @@ class Statistic:
         return replace(
             self,
             name=self.name + NO_FIRST_TOKEN_SUFFIX,
-            measure=lambda row: self.measure(row.with_first_token_masked),
+            measure=lambda row: self.measure(row.with_first_token_zeroed),
             in_reports=False,
         )
 
@@ -250,13 +250,13 @@ class HeadStatistic:
 
     `sum_rows` sorts (query, key) pairs into L groups, such as key positions or distances, L the tokens of a sequence.
     It returns for each head the sum of a value of the pairs in each group, then the number of these pairs: (H, 2 L).
-    `reduce_sums` turns these sums into a number for each head.
+    `reduce_sequence_sums` turns these sums into a number for each head.
     """
 
     name: str  # as in `Statistic`
     sum_rows: Callable[[AttentionRows, int], Tensor]  # rows, L -> (H, 2 L)
     # sums of each sequence (N, layers, H, 2 L) float64 -> a number for each head (layers, H), NaN where not defined
-    reduce_sums: Callable[[np.ndarray], np.ndarray]
+    reduce_sequence_sums: Callable[[np.ndarray], np.ndarray]
     unit: str = ""  # as in `Statistic`
     in_reports: bool = True  # as in `Statistic`
 
@@ -266,7 +266,7 @@ class MeasuredValues(NamedTuple):
     is not defined.
     """
 
-    n_visible_keys: np.ndarray  # (N, layers, T), the number of keys that each query sees
+    visible_keys_by_layer: np.ndarray  # (N, layers, T), the number of keys that each query sees
     by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`
     by_head: dict[str, np.ndarray]  # (layers, H) for each `HeadStatistic`
 
@@ -305,14 +305,14 @@ class AttentionMeasurement:
         return math.prod(self.row_values_shape) + math.prod(self.sums_shape)
 
     @torch.no_grad()
-    def measure_statistics(self, decoder: Decoder, batch: Batch) -> Tensor:
-        """Return the values of all statistics of a sequence, the only one of the batch: (`vector_length`,).
+    def measure_statistics(self, decoder: Decoder, one_sequence: Batch) -> Tensor:
+        """Return the values of all statistics of the only sequence of a batch: (`vector_length`,).
 
         Scores and weights are fp32. Memory holds scores and weights of some queries of one layer at a time.
         """
         parts = torch.full(self.row_values_shape, torch.nan), torch.zeros(self.sums_shape)
-        embedding = decoder.embedding(batch.tokens)
-        for block in attention_blocks(decoder, batch, self.queries):
+        embedding = decoder.embedding(one_sequence.tokens)
+        for block in attention_blocks(decoder, one_sequence, self.queries):
             start = self.queries.index(int(block.queries[0]))
             rows = AttentionRows.from_block(block, embedding, len(self.queries) - start - len(block.queries))
             self._write_statistics(*parts, rows, start)
@@ -344,7 +344,8 @@ class AttentionMeasurement:
         n, *by_query = np.moveaxis(rows.reshape(len(vectors), *self.row_values_shape), 1, 0)
         by_sums = np.moveaxis(sums.reshape(len(vectors), *self.sums_shape).astype("f8"), 1, 0)
         by_head = {
-            each.name: each.reduce_sums(total) for each, total in zip(self.head_statistics, by_sums, strict=True)
+            each.name: each.reduce_sequence_sums(total)
+            for each, total in zip(self.head_statistics, by_sums, strict=True)
         }
         return MeasuredValues(n[:, :, 0], dict(zip(self.row_value_names[1:], by_query, strict=True)), by_head)
 
@@ -374,7 +375,7 @@ def half_octave_ranges(key_counts: np.ndarray, train_length: int) -> list[tuple[
     return [(first, last) for first, last in ranges if ((counts >= first) & (counts <= last)).any()]
 
 
-def fit_exponent(values: np.ndarray, n: np.ndarray, is_log: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def fit_head_exponents_and_r2(values: np.ndarray, n: np.ndarray, is_log: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Fit value ~ n^exponent to each head by least squares on logarithms; returns the exponents and R^2, both
     (layers, H).
 

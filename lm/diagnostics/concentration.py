@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lm.diagnostics.attention_rows import AttentionRows, Statistic, Statistics
-from lm.diagnostics.sparsity import sparsity
+from lm.diagnostics.sparsity import mean_over_rms_sparsity
 
 LARGEST_KEY_COUNTS, NEAREST_KEY_COUNTS = (8, 64), (16, 64)  # numbers of keys whose weight is summed
 WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight`
@@ -22,14 +22,14 @@ def effective_keys(rows: AttentionRows) -> Tensor:
     """Return N_eff = (sum |a|)^2 / sum a^2 of each row's weights a. N_eff is 1 for weight on one key, and the number of
     visible keys for equal weights.
     """
-    return sparsity(rows.weights, rows.visible).square() * rows.n_visible_keys
+    return mean_over_rms_sparsity(rows.weights, rows.visible).square() * rows.n_visible_keys
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
     """Return the entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a. None for normalizers whose
     weights do not sum to one.
 
-    The division matters where the first token is masked (`AttentionRows.with_first_token_masked`), as the rest of the
+    The division matters where the first token is masked (`AttentionRows.with_first_token_zeroed`), as the rest of the
     weights sum to less than one. The entropy is NaN for rows with a negative weight, or without weight.
     """
     if not rows.normalizer.options.rows_sum_to_one:
@@ -54,7 +54,7 @@ def keys_with_most_weight(rows: AttentionRows) -> Tensor:
     return (is_short.sum(-1) + 1).float().where(rows.defined_row_mask, math.nan)
 
 
-def log_weight_sum(rows: AttentionRows) -> Tensor | None:
+def log_unnormalized_weight_sum(rows: AttentionRows) -> Tensor | None:
     """Return ln Z of each row (`Normalizer.log_weight_sum`). Z is the row's sum of unnormalized weights: of e^score for
     softmax, of relu(score)^2 for relu2.
 
@@ -97,7 +97,7 @@ def concentration_statistics() -> Statistics:
             "largest weight", "weight", lambda rows: rows.descending_weights[..., 0], in_reports=True, has_exponent=True
         ),
         Statistic(f"keys with {WEIGHT_FRACTION:.0%} of the weight", "keys", keys_with_most_weight, has_exponent=True),
-        Statistic("S", "fraction", lambda rows: sparsity(rows.weights, rows.visible)),
+        Statistic("S", "fraction", lambda rows: mean_over_rms_sparsity(rows.weights, rows.visible)),
         Statistic("entropy", "nats", entropy),
         Statistic(
             "exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n_visible_keys
@@ -113,7 +113,7 @@ def concentration_statistics() -> Statistics:
             lambda rows: weighted_mean(rows, rows.first_token_mask),
             in_reports=True,
         ),
-        Statistic("ln Z", "nats", log_weight_sum, has_exponent=True, is_log=True),
+        Statistic("ln Z", "nats", log_unnormalized_weight_sum, has_exponent=True, is_log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
     return [*by_row, *row_totals, *(statistic.without_first_token for statistic in by_row)]

@@ -163,8 +163,9 @@ class TopKeySeparation(NamedTuple):
     sees too few keys.
     """
 
-    distance_to_sum: Tensor  # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
-    distance_to_sum_bound: Tensor  # Theorem 1's upper bound on d~; NaN for rows with a negative weight
+    # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
+    other_keys_distance_to_sum: Tensor
+    other_keys_distance_bound: Tensor  # Theorem 1's upper bound on d~; NaN for rows with a negative weight
     separable_fraction: Tensor  # Theorem 2's N_s / N: the fraction of the N keys that lie within r of s
 
 
@@ -179,21 +180,21 @@ class RandomKeyBounds(NamedTuple):
     upper: Tensor  # the same with roots of mean squares in place of norms of means
 
 
-def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> TopKeySeparation:
+def measure_top_keys(weights: Tensor, visible: Tensor, key_vectors: Tensor, count: int) -> TopKeySeparation:
     """Return, for the N = `count` keys of largest |weight|, d~, Theorem 1's upper bound on d~, and Theorem 2's N_s / N.
 
-    weights: (H, T, S), 0 where not visible; visible: (T, S) bool; x: (S, E), the keys' vectors.
+    weights: (H, T, S), 0 where not visible; visible: (T, S) bool; key_vectors: (S, E).
     """
     n, order = visible.sum(-1), weights.abs().masked_fill(~visible, -1.0).topk(min(count, weights.size(-1)), -1).indices
     is_top = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, order, True) & visible
-    rest, square = visible & ~is_top, x.square().sum(-1)
-    s = (weights * is_top) @ x  # (H, T, E)
+    rest, square = visible & ~is_top, key_vectors.square().sum(-1)
+    s = (weights * is_top) @ key_vectors  # (H, T, E)
     # |a_i x_i - s|^2 - |s|^2, which tells small weights apart, as their distances round to |s|
-    excess = weights.square() * square - 2 * weights * (s @ x.T)
+    excess = weights.square() * square - 2 * weights * (s @ key_vectors.T)
     distance = (excess + s.square().sum(-1, keepdim=True)).clamp(min=0).sqrt()
     farthest = weights.new_zeros(weights.shape[:-1])  # squared distance between one of the N keys and another key
     for key in order.unbind(-1):
-        gaps = square + square[key].unsqueeze(-1) - 2 * x[key] @ x.T
+        gaps = square + square[key].unsqueeze(-1) - 2 * key_vectors[key] @ key_vectors.T
         farthest = torch.maximum(farthest, gaps.masked_fill(~rest, 0.0).amax(-1))
     total, top_total = weights.sum(-1), (weights * is_top).sum(-1)
     longest = square.sqrt().expand_as(weights).masked_fill(~is_top, 0.0).amax(-1)
@@ -206,7 +207,7 @@ def measure_top_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) ->
     )
 
 
-def bound_random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -> RandomKeyBounds:
+def bound_random_keys(weights: Tensor, visible: Tensor, key_vectors: Tensor, count: int) -> RandomKeyBounds:
     """Return the lower and upper bound (H, T) on the expected d~ of `count` keys drawn at random, by Theorem 1 of arXiv
     2508.17821.
 
@@ -214,9 +215,9 @@ def bound_random_keys(weights: Tensor, visible: Tensor, x: Tensor, count: int) -
     are as in `measure_top_keys`.
     """
     n = visible.sum(-1, keepdim=True).to(weights.dtype)
-    products = weights * ((weights @ x) @ x.T)  # y_i . X, where y_i = a_i x_i
+    products = weights * ((weights @ key_vectors) @ key_vectors.T)  # y_i . X, where y_i = a_i x_i
     mean_square = products.sum(-1, keepdim=True)  # |X|^2
-    own_squares = weights.square() * x.square().sum(-1)  # |y_i|^2
+    own_squares = weights.square() * key_vectors.square().sum(-1)  # |y_i|^2
     # For each key i: the sum over all other keys of the squared deviations of y from its mean.
     others = (mean_square - 2 * products + own_squares).clamp(min=0)
     rest_spread = own_squares.sum(-1, keepdim=True) - own_squares - others / (n - 1)
@@ -277,7 +278,7 @@ def _compute_at_stride(statistic: Callable[[AttentionRows], Tensor | None]) -> C
     """
 
     def measure(rows: AttentionRows) -> Tensor | None:
-        indices = (rows.n_later_queries % QUERY_STRIDE == 0).nonzero().squeeze(-1)
+        indices = (rows.later_query_counts % QUERY_STRIDE == 0).nonzero().squeeze(-1)
         value = statistic(rows.select(indices)) if len(indices) else None
         empty_values = torch.full_like(rows.n_visible_keys, math.nan)
         return None if value is None else empty_values.repeat(len(value), 1).index_copy(1, indices, value.float())

@@ -37,10 +37,10 @@ from torch import Tensor
 from lm.diagnostics.attention_rows import AttentionRows, HeadStatistic, Statistic, Statistics
 
 # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
-MIN_MEAN_STD_RATIO = -20.0
+MIN_MEAN_OVER_STD = -20.0
 
 
-def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
+def mean_over_rms_sparsity(weights: Tensor, visible: Tensor) -> Tensor:
     """Return the sparsity S = E|a| / sqrt(E[a^2]), (...), of each query's weights a, (..., keys). E is the mean over
     keys that the query sees.
 
@@ -93,14 +93,14 @@ def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     return mean_magnitude / (beta.square() + gamma.square()).sqrt()
 
 
-def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def independent_features_sparsity(query_features: Tensor, key_mean: Tensor, key_std: Tensor) -> Tensor:
     """Return the sparsity S of weights query.key of D non-negative features, if a key's features are independent, with
-    the mean and std given.
+    the given mean and standard deviation.
 
-    S = 1 / sqrt(1 + ((std / mean) ||q||_2 / ||q||_1)^2), q = `query` (..., D). The ratio of norms is between 1 /
-    sqrt(D) and 1.
+    S = 1 / sqrt(1 + ((std / mean) ||q||_2 / ||q||_1)^2), q = `query_features` (..., D). The ratio of norms is between
+    1 / sqrt(D) and 1.
     """
-    return 1 / (1 + (std / mean * query.norm(dim=-1) / query.norm(1, -1)).square()).sqrt()
+    return 1 / (1 + (key_std / key_mean * query_features.norm(dim=-1) / query_features.norm(1, -1)).square()).sqrt()
 
 
 def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
@@ -118,14 +118,14 @@ def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
 
 def _ratio_normal_cdf_pdf(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return r = mean / std, the normal distribution function Phi(r) and the normal density phi(r), in fp64."""
-    r = (mean.double() / std.double()).clamp(MIN_MEAN_STD_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
+    r = (mean.double() / std.double()).clamp(MIN_MEAN_OVER_STD, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
     # exact where Phi's terms cancel
     tail = density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))
     return r, torch.where(r < 0, tail, torch.special.ndtr(r)), density
 
 
-def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+def standardised_weights_and_mask(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Standardise each query's weights (..., S) to mean 0 and standard deviation 1. Returns the standardised weights,
     and a mask of the weights that count, both (..., S).
 
@@ -140,28 +140,27 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     return torch.where(is_counted, deviation / std, 0.0), is_counted
 
 
-def group_sums(values: Tensor, is_counted: Tensor, groups: Tensor, size: int) -> Tensor:
-    """Return sums of `values` over each of `size` groups of (query, key) pairs, then the number of pairs that count in
-    each group: (..., 2 size).
+def group_sums_and_counts(values: Tensor, is_counted: Tensor, groups: Tensor, n_groups: int) -> Tensor:
+    """Return sums of `values` over each of `n_groups` groups of (query, key) pairs, then the number of pairs that count
+    in each group: (..., 2 n_groups).
 
     values, (..., T, S), are 0 for pairs that don't count; is_counted, (..., T, S) bool, is true for pairs that do.
     groups: int64, broadcastable to (T, S), each pair's group, such as its key position or distance.
     """
     groups = groups.expand(values.shape).flatten(-2)
-    zeros = values.new_zeros(*values.shape[:-2], size)
+    zeros = values.new_zeros(*values.shape[:-2], n_groups)
     entries = (values, is_counted.expand(values.shape).to(values.dtype))
     return torch.cat([zeros.scatter_add(-1, groups, entry.flatten(-2)) for entry in entries], -1)
 
 
-def variance_explained(sums: np.ndarray) -> np.ndarray:
+def variance_explained(sums_by_sequence: np.ndarray) -> np.ndarray:
     """Return the fraction of weights' variance that groups of keys explain, (...) float64.
 
-    sums: `group_sums` of N sequences, (N, ..., 2 size). Only groups (key positions or distances) that occur in two
-    sequences or more count; NaN where no group does.
+    sums_by_sequence: `group_sums_and_counts` of N sequences, (N, ..., 2 n_groups). Only groups (key positions or
+        distances) that occur in two sequences or more count; NaN where no group does.
     """
-    size = sums.shape[-1] // 2
-    counts = sums[..., size:]
-    mean = sums[..., :size] / np.maximum(counts, 1)
+    sums, counts = np.split(sums_by_sequence, 2, axis=-1)
+    mean = sums / np.maximum(counts, 1)
     total, square, sequences, entries = mean.sum(0), (mean**2).sum(0), (counts > 0).sum(0), counts.sum(0)
     pairs = sequences * (sequences - 1)
     squared_effect = (total**2 - square) / np.maximum(pairs, 1)
@@ -170,30 +169,30 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     return np.divide((squared_effect * weight).sum(-1), weights, out=np.full(weights.shape, np.nan), where=weights > 0)
 
 
-def make_position_sums(
+def make_position_sums_and_counts(
     by_key_position: bool, first_query_position: Callable[[int], int]
 ) -> Callable[[AttentionRows, int], Tensor]:
-    """Return a function (rows, length) that computes `group_sums` of standardised weights, (H, 2 length).
+    """Return a function (rows, length) that computes `group_sums_and_counts` of standardised weights, (H, 2 length).
 
     Groups are key positions in the document, or distances. Only queries from position `first_query_position(length)` on
     count.
     """
 
     def sum_rows(rows: AttentionRows, length: int) -> Tensor:
-        """Return `group_sums` of these rows, as `make_position_sums` describes them."""
+        """Return `group_sums_and_counts` of these rows, as `make_position_sums_and_counts` describes them."""
         mask = rows.layout.positions.flatten() >= first_query_position(length)
-        values, is_counted = standardised_weights(rows.weights[:, mask], rows.visible[mask])
+        values, is_counted = standardised_weights_and_mask(rows.weights[:, mask], rows.visible[mask])
         groups = rows.layout.key_positions.view(1, -1) if by_key_position else rows.distance.clamp(min=0).long()[mask]
-        return group_sums(values, is_counted, groups, length)
+        return group_sums_and_counts(values, is_counted, groups, length)
 
     return sum_rows
 
 
 # queries in the second half of the sequence; for the last query distance and key position are the same
 VARIANCE_SOURCES = {
-    "key position": make_position_sums(True, lambda length: length // 2),
-    "distance": make_position_sums(False, lambda length: length // 2),
-    "both, last query": make_position_sums(False, lambda length: length - 1),
+    "key position": make_position_sums_and_counts(True, lambda length: length // 2),
+    "distance": make_position_sums_and_counts(False, lambda length: length // 2),
+    "both, last query": make_position_sums_and_counts(False, lambda length: length - 1),
 }
 
 
@@ -219,14 +218,14 @@ def closed_form_sparsity(rows: AttentionRows) -> Tensor | None:
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
     if name == "features":
-        query, key = rows.query_key_features
+        query, key = rows.linear_attention_features
         key_weights = rows.visible.to(key.dtype) / rows.n_visible_keys.unsqueeze(-1)  # (T, S)
         mean = key_weights @ key.mean(-1, keepdim=True)  # (H, T, 1)
         square = key_weights @ key.square().mean(-1, keepdim=True)
         std = (square - mean.square()).clamp(min=0.0).sqrt()
         content = independent_features_sparsity(query, mean.squeeze(-1), std.squeeze(-1))
     elif name in CLOSED_FORMS:
-        content = CLOSED_FORMS[name](rows.moments.mean, rows.moments.std)
+        content = CLOSED_FORMS[name](rows.moments_without_decay.mean, rows.moments_without_decay.std)
     else:
         return None
     return content * decay_sparsity(log_decay.unsqueeze(-1), rows.n_visible_keys)
@@ -242,7 +241,7 @@ def score_std_exceeds_limit(rows: AttentionRows) -> Tensor | None:
     expectation, and S stays above its closed form.
     """
     return (
-        (rows.moments.std > (rows.n_visible_keys.log() / 2).sqrt()).float()
+        (rows.moments_without_decay.std > (rows.n_visible_keys.log() / 2).sqrt()).float()
         if rows.normalizer.score_map == "exp"
         else None
     )
@@ -255,7 +254,7 @@ def sparsity_minus_closed_form(rows: AttentionRows) -> Tensor | None:
     Return None for a normalizer whose S has no closed form.
     """
     expected_sparsity = closed_form_sparsity(rows)
-    return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
+    return None if expected_sparsity is None else mean_over_rms_sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
 def sparsity_statistics() -> Statistics:
@@ -263,10 +262,16 @@ def sparsity_statistics() -> Statistics:
     that positions explain.
     """
     by_row = [
-        Statistic("score standard deviation", "", lambda rows: rows.moments.std, in_reports=True, has_exponent=True),
-        Statistic("score mean", "", lambda rows: rows.moments.mean),
-        Statistic("score skew", "", lambda rows: rows.moments.skew),
-        Statistic("score excess kurtosis", "", lambda rows: rows.moments.excess_kurtosis),
+        Statistic(
+            "score standard deviation",
+            "",
+            lambda rows: rows.moments_without_decay.std,
+            in_reports=True,
+            has_exponent=True,
+        ),
+        Statistic("score mean", "", lambda rows: rows.moments_without_decay.mean),
+        Statistic("score skew", "", lambda rows: rows.moments_without_decay.skew),
+        Statistic("score excess kurtosis", "", lambda rows: rows.moments_without_decay.excess_kurtosis),
         Statistic("S, closed form", "fraction", closed_form_sparsity),
         Statistic("S minus closed form", "", sparsity_minus_closed_form),
     ]

@@ -24,7 +24,7 @@ from lm.diagnostics.attention_rows import (
     MeasuredValues,
     Statistic,
     Statistics,
-    fit_exponent,
+    fit_head_exponents_and_r2,
     half_octave_ranges,
     log_spaced_queries,
     nan_mean,
@@ -195,13 +195,14 @@ def _statistic_rows(
     if not any(np.isfinite(array).any() for array in arrays.values()):
         return
     has_curve = isinstance(statistic, Statistic) and statistic not in UNDEFINED_ROW_FRACTIONS
-    bins = half_octave_ranges(values_by_model[trained].n_visible_keys, train_length) if has_curve else []
+    bins = half_octave_ranges(values_by_model[trained].visible_keys_by_layer, train_length) if has_curve else []
     reported = {
         "title": f"Attention: {name}", "measured_on": "held-out sequences of diagnostics",
         "amount": f"{held_out.size_text}, {n_queries} queries each",
         "caption": f"{name} of attention weights, mean over heads",
     }  # fmt: skip
     for model, array in arrays.items():
+        n_visible_keys = values_by_model[model].visible_keys_by_layer
         head_metric = Metric(unit=statistic.unit, quantity=name, control=model != trained)
         document_metric = replace(head_metric, units="documents", interval=True)
         by_head = [(head_metric, nan_mean(array, (0, 3)) if array.ndim == 4 else array)]
@@ -214,10 +215,8 @@ def _statistic_rows(
         else:
             yield metric_rows(replace(head_metric, name=log_name), nan_mean(array), setting=model)
         if has_curve and statistic.has_exponent:
-            n = np.where(
-                values_by_model[model].n_visible_keys <= train_length, values_by_model[model].n_visible_keys, np.nan
-            )
-            b, r_squared = fit_exponent(array, n, statistic.is_log)
+            n = np.where(n_visible_keys <= train_length, n_visible_keys, np.nan)
+            b, r_squared = fit_head_exponents_and_r2(array, n, statistic.is_log)
             if np.isfinite(b).any():
                 exponent_metric = replace(head_metric, unit="", quantity=f"exponent of {name.removeprefix('ln ')}")
                 by_head += [
@@ -226,7 +225,7 @@ def _statistic_rows(
                 ]
                 yield metric_rows(exponent_metric, nan_mean(b), setting=model)
         curve = replace(document_metric, axis=VISIBLE_KEYS_AXIS, **(reported if statistic.in_reports else {}))
-        units, n = held_out.sampling_units(data_fingerprint), values_by_model[model].n_visible_keys[:, :, None]
+        units, n = held_out.sampling_units(data_fingerprint), n_visible_keys[:, :, None]
         for first, last in bins:
             means = nan_mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))

@@ -29,7 +29,7 @@ from lm.diagnostics.attention_rows import (
     NOT_FINITE_FRACTION,
     AttentionMeasurement,
     MeasuredValues,
-    fit_exponent,
+    fit_head_exponents_and_r2,
     half_octave_ranges,
     log_spaced_queries,
 )
@@ -171,7 +171,7 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
                     expected |= moments(normalizer.score_map, without_decay, slope, is_first)
                 if "S, closed form" in expected:
                     expected["S minus closed form"] = expected["S"] - expected["S, closed form"]
-                assert values.n_visible_keys[0, block.layer, query] == expected.pop("n")
+                assert values.visible_keys_by_layer[0, block.layer, query] == expected.pop("n")
                 for name, value in expected.items():
                     if "entropy" in name and (row < 0).any():
                         continue
@@ -233,19 +233,19 @@ def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_
             assert last == [[name == NO_WEIGHT_FRACTION, name == NOT_FINITE_FRACTION]] * 2
         else:
             assert np.isnan(last).all(), name
-    assert values.n_visible_keys[0, 0, -1] == LENGTH
+    assert values.visible_keys_by_layer[0, 0, -1] == LENGTH
 
 
 def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
     n = np.geomspace(32, 512, 20)[None, None]
     values = np.stack([3 * n[0] ** 0.7, 5 / n[0]], 1)[None]  # (1, 1, 2, 20)
-    exponents, fit = fit_exponent(values, n)
+    exponents, fit = fit_head_exponents_and_r2(values, n)
     assert exponents.tolist() == [pytest.approx([0.7, -1.0])]
     assert fit.tolist() == [pytest.approx([1.0, 1.0])]
-    assert np.allclose(fit_exponent(np.log(values), n, is_log=True)[0], exponents)
-    assert np.isnan(fit_exponent(values[..., :9], n[..., :9])[0]).all()
+    assert np.allclose(fit_head_exponents_and_r2(np.log(values), n, is_log=True)[0], exponents)
+    assert np.isnan(fit_head_exponents_and_r2(values[..., :9], n[..., :9])[0]).all()
     values[0, 0, 0, :5] = math.nan, 0.0, -1.0, math.inf, math.nan
-    assert fit_exponent(values, n)[0].tolist() == [pytest.approx([0.7, -1.0])]
+    assert fit_head_exponents_and_r2(values, n)[0].tolist() == [pytest.approx([0.7, -1.0])]
 
 
 def test_queries_are_spread_over_octaves_and_ranges_of_keys_end_at_the_training_length():
@@ -284,14 +284,14 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)
             (sample,) = number.points
             assert np.average(sample.values, weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
-            n = np.broadcast_to(values.n_visible_keys[:, :, None], by_query.shape)
-            for column, (low, high) in enumerate(half_octave_ranges(values.n_visible_keys, train_length)):
+            n = np.broadcast_to(values.visible_keys_by_layer[:, :, None], by_query.shape)
+            for column, (low, high) in enumerate(half_octave_ranges(values.visible_keys_by_layer, train_length)):
                 means = [by_query[index][(n[index] >= low) & (n[index] <= high)] for index in range(3)]
                 assert by_keys.means[column] == pytest.approx(
                     np.mean([part.mean() for part in means if len(part)]), rel=1e-5
                 )
-            exponents = fit_exponent(
-                by_query, np.where(values.n_visible_keys <= train_length, values.n_visible_keys, np.nan)
+            exponents = fit_head_exponents_and_r2(
+                by_query, np.where(values.visible_keys_by_layer <= train_length, values.visible_keys_by_layer, np.nan)
             )[0]
             slopes = [
                 curve

@@ -190,7 +190,7 @@ def test_the_bound_on_the_distance_of_the_largest_weights_holds_in_2000_cases():
         visible = torch.ones(20, keys, dtype=torch.bool)
         x = torch.tensor(x * rng.uniform(0.1, 3))
         result = limits.measure_top_keys(weights, visible, x, int(rng.integers(1, keys)))
-        ratio = (result.distance_to_sum / result.distance_to_sum_bound).max().item()
+        ratio = (result.other_keys_distance_to_sum / result.other_keys_distance_bound).max().item()
         assert ratio <= 1 + 1e-9
         tightest = max(tightest, ratio)
     assert tightest > 0.9  # the bound is no formality

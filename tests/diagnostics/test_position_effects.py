@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.diagnostics.sparsity import group_sums, standardised_weights, variance_explained
+from lm.diagnostics.sparsity import group_sums_and_counts, standardised_weights_and_mask, variance_explained
 
 SEQUENCES, LENGTH = 24, 200
 QUERIES = torch.arange(100, LENGTH, 2)
@@ -25,8 +25,8 @@ PLACES = (KEYS.expand_as(DISTANCE), DISTANCE, torch.arange(DISTANCE.numel()).vie
 
 def explained(weights: Tensor) -> list[float]:
     """By key position, by distance and by both, of weights (sequences, T, S)."""
-    values, counts = standardised_weights(weights, VISIBLE)
-    sums = (group_sums(values, counts, places, int(places.max()) + 1) for places in PLACES)
+    values, counts = standardised_weights_and_mask(weights, VISIBLE)
+    sums = (group_sums_and_counts(values, counts, places, int(places.max()) + 1) for places in PLACES)
     return [float(variance_explained(part.numpy())) for part in sums]
 
 
@@ -61,9 +61,9 @@ def test_a_decay_is_explained_by_distance_at_queries_within_a_factor_of_two():
 
 
 def test_one_sequence_equal_weights_and_values_that_are_not_finite_give_nothing():
-    values, counts = standardised_weights(drawn(1, *SHAPE[1:]), VISIBLE)
-    assert np.isnan(variance_explained(group_sums(values, counts, DISTANCE, LENGTH).numpy()))
+    values, counts = standardised_weights_and_mask(drawn(1, *SHAPE[1:]), VISIBLE)
+    assert np.isnan(variance_explained(group_sums_and_counts(values, counts, DISTANCE, LENGTH).numpy()))
     for weights in (torch.full((2, 8), 0.1), torch.tensor([[1.0, torch.nan, 0, 0, 0, 0, 0, 0]]), torch.zeros(1, 8)):
-        values, counts = standardised_weights(weights, torch.ones(8, dtype=torch.bool))
+        values, counts = standardised_weights_and_mask(weights, torch.ones(8, dtype=torch.bool))
         assert not counts.any()
         assert (values == 0).all()

@@ -11,9 +11,9 @@ from lm.diagnostics.sparsity import (
     exp_sparsity,
     identity_sparsity,
     independent_features_sparsity,
+    mean_over_rms_sparsity,
     relu2_sparsity,
     relu_sparsity,
-    sparsity,
 )
 
 SCORES = ((0.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (-2.0, 1.0), (2.0, 0.5), (0.5, 2.0))  # beta, gamma
@@ -35,7 +35,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def of(weights: Tensor) -> Tensor:
     """S of weights that are all visible."""
-    return sparsity(weights, torch.ones_like(weights, dtype=torch.bool))
+    return mean_over_rms_sparsity(weights, torch.ones_like(weights, dtype=torch.bool))
 
 
 def tensors(*values: float) -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_sparsity_is_of_visible_keys_and_does_not_change_with_a_factor():
     weights = torch.tensor([[1.0, 1, 1, 9], [0, 5, 0, 9], [0, 0, 0, 9], [1e-30, -1e-30, 1e-30, 9]])
     visible = torch.tensor([True, True, True, False])
     torch.testing.assert_close(
-        sparsity(weights, visible), torch.tensor([1, 1 / math.sqrt(3), torch.nan, 1]), equal_nan=True
+        mean_over_rms_sparsity(weights, visible), torch.tensor([1, 1 / math.sqrt(3), torch.nan, 1]), equal_nan=True
     )
     a = normal(5, 100).softmax(-1)
     torch.testing.assert_close(100 * of(a) ** 2, 1 / a.square().sum(-1))

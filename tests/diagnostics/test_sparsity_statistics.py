@@ -63,7 +63,7 @@ def test_positions_explain_the_variance_of_queries_in_the_second_half():
         sums = sparsity.VARIANCE_SOURCES[source]
         torch.testing.assert_close(sums(rows, LENGTH), sums(counted, LENGTH))
         assert sums(counted, LENGTH).any()
-    values, is_counted = sparsity.standardised_weights(late.weights, late.visible)
+    values, is_counted = sparsity.standardised_weights_and_mask(late.weights, late.visible)
     places = {
         "key position": late.layout.key_positions.expand(len(late.queries), -1),
         "distance": late.queries[:, None] - late.layout.key_positions,
