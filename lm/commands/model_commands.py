@@ -119,7 +119,7 @@ def diagnose(
 
         _print_evaluations(evaluate_runs(sources, checkpoint, overrides, "diagnose"), out)
     else:
-        from lm.evaluation.attention_text import write_attention
+        from lm.evaluation.attention_maps import write_attention
 
         text = os.fsencode(text).decode(errors="replace")  # UTF-8, whatever the locale
         print(*write_attention(sources, text, layer or None, head or None, checkpoint, out), sep="\n")

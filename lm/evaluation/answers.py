@@ -43,7 +43,7 @@ QUESTION_SEED = 0  # seed of the sequences with questions, the same for every mo
 ATTENTION_NEEDLE_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 
-def answer_losses_and_hits(decoder: Decoder, held_out: HeldOutSequences, device: Device) -> np.ndarray:
+def answer_token_losses_and_hits(decoder: Decoder, held_out: HeldOutSequences, device: Device) -> np.ndarray:
     """Return for each answer token its loss -log p (nats), and 1 if it is the model's most probable token, else 0.
 
     The result is (2, N, length) fp32, and 0 where no answer is predicted. Sequences hold the correct answers to earlier
@@ -174,8 +174,8 @@ class Recall(AnswerMeasurement):
             self.check_fits(task, length, "length_factors", self.eval_config.sequences)
 
     @property
-    def recorded_options(self) -> dict[str, Plain]:
-        return super().recorded_options | {"tasks": [to_plain(task) for task in self.tasks.values()]}
+    def further_inputs(self) -> dict[str, Plain]:
+        return super().further_inputs | {"tasks": [to_plain(task) for task in self.tasks.values()]}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         blocks, setting_metric = [], drop_single_setting(self.logged_metrics[0], self.eval_config.inference)
@@ -198,7 +198,7 @@ class Recall(AnswerMeasurement):
         count = self.eval_config.sequences
         examples = [make_example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(count)]
         held_out = HeldOutSequences.from_examples(examples, self.store.bytes_per_token)
-        losses, hits = answer_losses_and_hits(decoder, held_out, device)
+        losses, hits = answer_token_losses_and_hits(decoder, held_out, device)
         whole = [
             [right[start - 1 : stop - 1].all() for start, stop in item.answer_spans]
             for right, item in zip(hits, examples, strict=True)
@@ -228,14 +228,14 @@ class NeedleTrial:
 TRIAL_METRICS = (replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="exact", interval=True), ANSWER_LOSS)
 
 
-def trial_scores(decoder: Decoder, trials: list[NeedleTrial], length: int, text: TaskText) -> Tensor:
+def trial_scores(decoder: Decoder, trials: list[NeedleTrial], sequence_length: int, task_text: TaskText) -> Tensor:
     """Return scores (questions, metrics) fp32 of questions with equally long prompts, one column for each metric in
     `TRIAL_METRICS`.
 
-    Each prompt is the beginning of a sequence of `length` tokens.
+    Each prompt is the beginning of a sequence of `sequence_length` tokens.
     """
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in trials])).to(next(decoder.parameters()).device)
-    cache = DecodingCache(length)
+    cache = DecodingCache(sequence_length)
     first_logits = decoder.head(decoder(prompts, cache=cache, output_start=prompts.size(1) - 1)).float()  # (B, 1, V)
     outputs = _greedy_tokens(decoder, first_logits, cache.fork(), max(len(trial.answer) for trial in trials) + 2)
     answers = pad_sequence([torch.from_numpy(trial.answer) for trial in trials], True).to(prompts.device)  # (B, A)
@@ -245,7 +245,7 @@ def trial_scores(decoder: Decoder, trials: list[NeedleTrial], length: int, text:
     nll = F.cross_entropy(logits.mT, answers, reduction="none")  # (B, A)
     score_rows = []
     for trial, losses, tokens in zip(trials, nll, outputs.cpu().numpy(), strict=True):
-        exact = text.decode_until_special_token(tokens).strip().startswith(trial.correct_number)
+        exact = task_text.decode_until_special_token(tokens).strip().startswith(trial.correct_number)
         score_rows.append([float(exact), float(losses[: len(trial.answer)].mean())])
     return torch.tensor(score_rows)
 
@@ -261,17 +261,17 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
     return torch.cat(tokens, 1)
 
 
-def needle_trials(task: Needle, length: int, count: int, text: TaskText) -> list[NeedleTrial]:
-    """Return `count` questions about needles in test sequences of `length` tokens. They are the same for
+def needle_trials(task: Needle, length: int, n_trials: int, text: TaskText) -> list[NeedleTrial]:
+    """Return `n_trials` questions about needles in test sequences of `length` tokens. They are the same for
     every model.
     """
     trials: list[NeedleTrial] = []
-    for index in range(-(-count // task.needles)):
+    for index in range(-(-n_trials // task.needles)):
         sequence = make_example(task, QUESTION_SEED, index, length, "test", text)
         for (start, stop), span in zip(sequence.answer_spans, sequence.evidence_spans, strict=True):
             answer = sequence.tokens[start:stop]
             trials.append(NeedleTrial(sequence.tokens[:start], answer, text.decode(answer).strip(), tuple(span), index))
-    return trials[:count]
+    return trials[:n_trials]
 
 
 def attention_to_needle(decoder: Decoder, trial: NeedleTrial, length: int) -> Tensor:

@@ -121,8 +121,8 @@ class Diagnostics(Measurement):
         self.held_out = [diagnostic_sequences(store, config, self.eval_config)]
 
     @property
-    def recorded_options(self) -> dict[str, Plain]:
-        return super().recorded_options | {"untrained_seed": self.config.seed}
+    def further_inputs(self) -> dict[str, Plain]:
+        return super().further_inputs | {"untrained_seed": self.config.seed}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), seed = self.held_out, self.config.seed

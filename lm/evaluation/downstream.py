@@ -80,9 +80,9 @@ class DownstreamTasks(Measurement):
         self.task_names, self.task_manager = find_tasks(self.eval_config.tasks)
 
     @property
-    def recorded_options(self) -> dict[str, Plain]:
+    def further_inputs(self) -> dict[str, Plain]:
         end_tokens = [*self.config.data.tokenizer.end_tokens]
-        return super().recorded_options | {"lm_eval": importlib.metadata.version("lm_eval"), "end_tokens": end_tokens}
+        return super().further_inputs | {"lm_eval": importlib.metadata.version("lm_eval"), "end_tokens": end_tokens}
 
     @property
     def is_cacheable(self) -> bool:

@@ -28,7 +28,7 @@ from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import CONFIG_FILE, TOKENIZER_FILE, read_config, require_run
 from lm.runs.loading import LoadedModel, load
 
-TRANSFORMERS_PREFIX = "hf:"  # before the folder of a model that runs in transformers
+TRANSFORMERS_FOLDER_PREFIX = "hf:"  # before the folder of a model that runs in transformers
 
 
 def evaluate_runs(
@@ -57,26 +57,26 @@ def evaluate_runs(
     """
     changes = command_overrides(command, [*overrides])
     # paths of configurations, and of models, each once
-    config_files = [path for path in sources if path.suffix in (".yaml", ".yml")]
-    sources = [path for path in dict.fromkeys(sources) if path not in config_files]
+    text_configs = [path for path in sources if path.suffix in (".yaml", ".yml")]
+    sources = [path for path in dict.fromkeys(sources) if path not in text_configs]
     if not sources:
         raise ConfigError(
-            f"{config_files[0]}: a configuration, not a model: name the run folders or model folders to measure, too"
+            f"{text_configs[0]}: a configuration, not a model: name the run folders or model folders to measure, too"
         )
     results: list[EvaluationResult] = []
     for source in sources:
-        if str(source).startswith(TRANSFORMERS_PREFIX):
+        if str(source).startswith(TRANSFORMERS_FOLDER_PREFIX):
             from lm.huggingface.transformers_decoder import load_transformers_decoder  # imports transformers
 
             model = load_transformers_decoder(
-                Path(str(source).removeprefix(TRANSFORMERS_PREFIX)), normalizer, train_length
+                Path(str(source).removeprefix(TRANSFORMERS_FOLDER_PREFIX)), normalizer, train_length
             )
         else:
             if not source.exists():
                 require_run(source)  # raises, and names the run that may be meant
             model = load(source, checkpoint)
-        config = config_for_command(changes, measurement_config(model, config_files), command)
-        model, store = open_store(model, config, config_files)
+        config = config_for_command(changes, run_or_text_config(model, text_configs), command)
+        model, store = open_store(model, config, text_configs)
         kinds = ["diagnostics"] if command == "diagnose" else None
         folder = source if source.is_dir() else model.folder
         device = open_device(config, model.environment)
@@ -100,21 +100,21 @@ def config_for_command(changes: dict[str, Plain], config: Config, command: Liter
     return parse_config(merge(changed, {"eval": {"diagnostics": {}}}))
 
 
-def measurement_config(model: LoadedModel, config_files: Sequence[Path]) -> Config:
+def run_or_text_config(model: LoadedModel, text_configs: Sequence[Path]) -> Config:
     """Return the configuration by which a model is measured: the configuration of its run or, for a model without a run
-    folder, one with the text in `config_files`.
+    folder, one with the text in `text_configs`.
 
     Raises RunError: a run is to be measured on another text, or a model has neither a run nor a text.
     """
     is_run = (model.folder / CONFIG_FILE).is_file()
-    if config_files and is_run:
-        reason = f"it is measured on its own held-out text, not on that of {config_files[0]}; leave that out"
+    if text_configs and is_run:
+        reason = f"it is measured on its own held-out text, not on that of {text_configs[0]}; leave that out"
         raise RunError(f"{model.folder}: of a run: {reason}")
-    if not config_files and model.config is None:
+    if not text_configs and model.config is None:
         remedy = "name a configuration of text beside it, such as configs/sotu.yaml"
         raise RunError(f"{model.path}: has no training run behind it, on whose text it could be measured; {remedy}")
     return (
-        config_with_text(model, config_files) if config_files else read_config(model.folder) if is_run else model.config
+        config_with_text(model, text_configs) if text_configs else read_config(model.folder) if is_run else model.config
     )
 
 
@@ -141,17 +141,17 @@ def evaluate_model(
     return results
 
 
-def open_store(model: LoadedModel, config: Config, config_files: Sequence[Path]) -> tuple[LoadedModel, Store]:
+def open_store(model: LoadedModel, config: Config, text_configs: Sequence[Path]) -> tuple[LoadedModel, Store]:
     """Return the model and the token store to measure it on.
 
     The store is the one that the model was trained on: it is found by its fingerprint, or rebuilt from the sources if
-    its files are gone. With `config_files`, the store holds the text of `config` (from `config_with_text`), and the
+    its files are gone. With `text_configs`, the store holds the text of `config` (from `config_with_text`), and the
     returned model counts as trained for 0 steps on this text.
 
     Raises RunError: no store has these tokens, and the sources are gone or give other tokens. Raises other LMErrors:
     the text can't be prepared, or is shorter than the model's training sequences.
     """
-    if config_files:
+    if text_configs:
         store = prepare(config.data, progress=True)
         check_text_lengths(store, config)
         spec = model.spec
@@ -175,35 +175,35 @@ def open_store(model: LoadedModel, config: Config, config_files: Sequence[Path])
     return model, store
 
 
-def open_device(config: Config, environment: dict[str, Plain]) -> Device:
+def open_device(config: Config, training_environment: dict[str, Plain]) -> Device:
     """Return the device to measure on, and set torch's number of CPU threads.
 
-    The precision is the one that `config` sets, else the precision of training, read from `environment`
-    (environment.json).
+    The precision is the one that `config` sets, else the precision of training, read from
+    `training_environment` (environment.json).
     """
     # one device, however many the run was trained on
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))
     accelerator, _ = resolve_device(config)
-    precision = resolve_precision(config, accelerator, environment)
+    precision = resolve_precision(config, accelerator, training_environment)
     torch.set_num_threads(config.trainer.threads or threads_per_process(1))
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
 
 
-def config_with_text(model: LoadedModel, config_files: Sequence[Path]) -> Config:
+def config_with_text(model: LoadedModel, text_configs: Sequence[Path]) -> Config:
     """Return a configuration with the model's shape, tokenizer and training length, and with the text of
-    `config_files`.
+    `text_configs`.
 
-    Seed, `eval` and the keys of `trainer` that `lm eval` reads have their values in `config_files`; tasks are left out.
+    Seed, `eval` and the keys of `trainer` that `lm eval` reads have their values in `text_configs`; tasks are left out.
     The configuration is not checked against the model's limits, such as learned positions. Overrides may still change
     it, and `parse_config` then checks the result.
 
     Raises ConfigError: a configuration is wrong or has no text. Raises RunError: the model has no tokenizer.
     """
     model.tokenizer_and_start_id()
-    base, spec = load_config([str(path) for path in config_files]), model.spec
+    base, spec = load_config([str(path) for path in text_configs]), model.spec
     if base.data.symbolic:
         reason = f"its sequences are symbols, which {model.path} does not know"
-        raise ConfigError([Problem("data.tasks", str(config_files[-1]), reason, "name a configuration of text")])
+        raise ConfigError([Problem("data.tasks", str(text_configs[-1]), reason, "name a configuration of text")])
     tokenizer = TokenizerFile(
         path=str(model.folder / TOKENIZER_FILE), end_of_text=spec.end_of_text, end_tokens=spec.end_tokens
     )

@@ -59,16 +59,18 @@ def evenly_spaced_sequences(store: Store, config: Config, length: int, limit: in
     )
 
 
-def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOutSequences:
-    """Return `count` test sequences of symbolic tasks, divided among the tasks by weight. They are the same for all
-    runs.
+def task_sequences(store: Store, config: Config, length: int, total_count: int) -> HeldOutSequences:
+    """Return `total_count` test sequences of symbolic tasks, divided among the tasks by weight. They are the same for
+    all runs.
 
     Raises NoRoomError: a task does not fit into `length` tokens.
     """
     tasks = config.data.tasks
-    ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
-    sources = np.searchsorted(ends, np.arange(count), "right")
-    indices = np.arange(count) - np.concatenate(([0], ends))[sources]  # index of each sequence among those of its task
+    ends = np.floor(np.cumsum([task.weight for task in tasks]) * total_count + 0.5).astype(int)
+    sources = np.searchsorted(ends, np.arange(total_count), "right")
+    indices = (
+        np.arange(total_count) - np.concatenate(([0], ends))[sources]
+    )  # index of each sequence among those of its task
     examples = [
         make_example(tasks[source].task, STORE_SEED, int(index), length, "test")
         for source, index in zip(sources, indices, strict=True)
@@ -190,7 +192,7 @@ LENGTH_AXIS = Axis("sequence length", "tokens", "in sequences of")
 
 
 # nats per token: `unigram_reference` is no bound up to this relative entropy of the store's fractions to the weights
-UNIGRAM_TOLERANCE = 0.002
+MIXTURE_KL_TOLERANCE = 0.002
 
 
 def unigram_reference(store: Store, data: DataConfig) -> tuple[tuple[str, float], ...]:
@@ -209,7 +211,7 @@ def unigram_reference(store: Store, data: DataConfig) -> tuple[tuple[str, float]
         return ()
     fractions = np.array([source.n_tokens for source in store.train.sources]) / store.train.n_tokens
     log_ratios = np.log(fractions / weights)
-    if fractions @ log_ratios <= UNIGRAM_TOLERANCE:  # the relative entropy of fractions to weights
+    if fractions @ log_ratios <= MIXTURE_KL_TOLERANCE:  # the relative entropy of fractions to weights
         return ((UNIGRAM_LEVEL_NAME, store.val.unigram_cross_entropy),)
     return ((UNIGRAM_BOUND_NAME, store.val.unigram_cross_entropy + float(log_ratios.max())),)
 
@@ -260,10 +262,10 @@ class Validation(Measurement):
         return super().sequence_options(config, metric) | {"data.tasks": tasks}
 
     @property
-    def recorded_options(self) -> dict[str, Plain]:
+    def further_inputs(self) -> dict[str, Plain]:
         data = self.config.data
         # which the store's fingerprint leaves out
-        return super().recorded_options | {
+        return super().further_inputs | {
             "weights": [item.weight for item in (data.tasks if data.symbolic else data.sources)]
         }
 
@@ -494,9 +496,9 @@ class SwapMeasurement(Measurement):
         self.old_decoder, self.held_out = old, swap_sequences(store, config)
 
     @property
-    def recorded_options(self) -> dict[str, Plain]:
+    def further_inputs(self) -> dict[str, Plain]:
         label, weights = self.old_decoder.config.normalizer.label(), weights_sha256(self.old_decoder.state_dict())
-        return super().recorded_options | {"before": label, "weights_before_sha256": weights}
+        return super().further_inputs | {"before": label, "weights_before_sha256": weights}
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         old, blocks = self.old_decoder.to(device.device), []
@@ -515,9 +517,11 @@ class SwapMeasurement(Measurement):
         return blocks
 
 
-def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOutSequences, device: Device) -> np.ndarray:
-    """Return the losses -log p of the predicted tokens under `old` and `new`, and KL(old || new): (3, N, length)
-    float64, nats.
+def token_losses_and_kl(
+    old: Decoder, new: Decoder, held_out: HeldOutSequences, device: Device
+) -> tuple[np.ndarray, ...]:
+    """Return the losses -log p of the predicted tokens under `old` and `new`, and KL(old || new):
+    three arrays, (N, length) float64 each, in nats.
 
     All ranks call this function.
     """
@@ -532,4 +536,4 @@ def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOutSequences, 
         return values.view(3, *batch.targets.shape).transpose(0, 1)
 
     numbers = measure_sequences([old, new], held_out.lengths, (3, held_out.length), device, measure)
-    return numbers.swapaxes(0, 1).astype("f8")
+    return tuple(numbers.swapaxes(0, 1).astype("f8"))

@@ -28,14 +28,7 @@ from lm.plain import Plain, json_value
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.evaluations import (
-    COLUMNS,
-    Evaluation,
-    Metric,
-    evaluation_path,
-    join_rows,
-    model_selection_mask,
-)
+from lm.runs.evaluations import COLUMNS, Evaluation, Metric, evaluation_path, join_rows, model_selection_mask
 from lm.runs.folder import read_file, write_files
 
 # packages and modules that measure
@@ -70,7 +63,7 @@ class HeldOutSequences:
     sequences: np.ndarray  # (N, length + 1) token ids
     bytes_per_token: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
     # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
-    document_indices: np.ndarray | None = None
+    first_document_indices: np.ndarray | None = None
     source_indices: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
     answer_mask: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
     # the token that begins a document, if documents in a sequence don't see each other; else None
@@ -99,7 +92,7 @@ class HeldOutSequences:
     @property
     def document_labels(self) -> np.ndarray:
         """Return integer labels (N,) that are equal for sequences of one document."""
-        return np.arange(len(self.sequences)) if self.document_indices is None else self.document_indices
+        return np.arange(len(self.sequences)) if self.first_document_indices is None else self.first_document_indices
 
     @property
     def target_mask(self) -> np.ndarray:
@@ -114,14 +107,14 @@ class HeldOutSequences:
             self.end_of_text_id,
         )
 
-    def sampling_units(self, fingerprint: str, weigh_by_targets: bool = False) -> pd.DataFrame:
+    def sampling_units(self, selection_seed: str, weigh_by_targets: bool = False) -> pd.DataFrame:
         """Return the sequences as the units of a measurement, one row each (`sampling_unit_frame`).
 
-        fingerprint: as for `sampling_unit_frame`. weigh_by_targets: whether a sequence's weight is its number of
+        selection_seed: as for `sampling_unit_frame`. weigh_by_targets: whether a sequence's weight is its number of
         predictions that count; else all weights are equal.
         """
         return sampling_unit_frame(
-            self.sha256, self.document_labels, self.target_mask.sum(1) if weigh_by_targets else None, fingerprint
+            self.sha256, self.document_labels, self.target_mask.sum(1) if weigh_by_targets else None, selection_seed
         )
 
     def sequence_means(self, values: np.ndarray) -> np.ndarray:
@@ -130,13 +123,13 @@ class HeldOutSequences:
 
     @classmethod
     def from_examples(
-        cls, examples: list[Example], bytes_per_token: np.ndarray, sources: np.ndarray | None = None
+        cls, examples: list[Example], bytes_per_token: np.ndarray, task_indices: np.ndarray | None = None
     ) -> "HeldOutSequences":
-        """Return the sequences of task examples of one length. sources: index (N,) of each example's task."""
+        """Return the sequences of task examples of one length. task_indices: index (N,) of each example's task."""
         sequences, answers = (
             np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answer_mask")
         )
-        return cls(sequences, bytes_per_token, None, sources, answers)
+        return cls(sequences, bytes_per_token, None, task_indices, answers)
 
     @classmethod
     def from_store(
@@ -163,7 +156,7 @@ class HeldOutSequences:
 
 
 def sampling_unit_frame(
-    sha256: str, groups: np.ndarray, weights: np.ndarray | None = None, fingerprint: str = ""
+    sha256: str, groups: np.ndarray, weights: np.ndarray | None = None, selection_seed: str = ""
 ) -> pd.DataFrame:
     """Return the units of a measurement, such as sequences or questions, one row each (for `metric_rows`).
 
@@ -171,10 +164,10 @@ def sampling_unit_frame(
         sha256: SHA-256 of the sequences.
         groups: (units,), the label of each unit's document.
         weights: (units,), such as numbers of tokens; None: all are equal.
-        fingerprint: fingerprint of held-out text. A third of its documents serve to choose learning rates, the others
-            to report results. Empty: all units serve both.
+        selection_seed: fingerprint of held-out text. A third of its documents serve to choose learning rates, the
+            others to report results. Empty: all units serve both.
     """
-    part = np.where(model_selection_mask(fingerprint, groups), "selects", "reports") if fingerprint else ""
+    part = np.where(model_selection_mask(selection_seed, groups), "selects", "reports") if selection_seed else ""
     weights = np.ones(len(groups)) if weights is None else weights
     columns = {"sequences": sha256[:16], "sample": np.arange(len(groups)), "group": groups, "part": part}
     return pd.DataFrame(columns | {"weight": weights})
@@ -273,7 +266,7 @@ class Measurement(ABC):
         return self.options_of(self.config)
 
     @property
-    def recorded_options(self) -> dict[str, Plain]:
+    def further_inputs(self) -> dict[str, Plain]:
         """Return further values that decide the result, {name: value}, beside the keys of `eval`, weights, precision
         and data.
 
@@ -309,7 +302,7 @@ class Measurement(ABC):
         options, data, precision, weights and code. Keys are field names of `Evaluation`.
         """
         inputs = {
-            "options": self.recorded_options,
+            "options": self.further_inputs,
             "asked": self.config.eval.measurement_options(self.kind),
             "data_fingerprint": self.data_fingerprint,
             "precision": "32" if self.measures_in_fp32 else device.precision,

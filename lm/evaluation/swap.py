@@ -16,7 +16,7 @@ from lm.config.load import command_overrides, merge, parse_config, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import yaml_override
 from lm.errors import ConfigError, Problem
-from lm.evaluation.evaluate import measurement_config, open_device, open_store
+from lm.evaluation.evaluate import open_device, open_store, run_or_text_config
 from lm.evaluation.held_out import SwapMeasurement
 from lm.files import json_bytes, new_folder
 from lm.machine import command_line
@@ -61,7 +61,7 @@ def swap_run(
     init: str | None,
     destination: Path,
     overrides: list[str],
-    config_files: Sequence[Path] = (),
+    text_configs: Sequence[Path] = (),
 ) -> SwapResult:
     """Write a copy of a trained model with another normalizer to the run folder `destination`, which holds weights
     only.
@@ -76,19 +76,19 @@ def swap_run(
         init: initial values of the new parameters: `match`, `unit` (docs/swapping.md) or a number; None: by `overrides`
             or default.
         overrides: changes `key=value` of the new normalizer's options and of the evaluation.
-        config_files: configurations of the text to measure on, for a model without a training run.
+        text_configs: configurations of the text to measure on, for a model without a training run.
 
     Raises LMError: there is no model, its normalizer can't be swapped, its data are not those of training, or
     `destination` is not empty.
     """
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
-        base = measurement_config(model, config_files)
+        base = run_or_text_config(model, text_configs)
         with PLUGINS.trust_user_text():
             config = _swapped_config(base, model.decoder.config.normalizer, normalizer, init, destination, overrides)
         check_plugin_causality(config)
         old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)
-        model, store = open_store(model, config, config_files)
+        model, store = open_store(model, config, text_configs)
         # an export has no environment
         environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}
         measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)

@@ -20,7 +20,7 @@ from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, make_example
 from lm.errors import ConfigError
 from lm.evaluation import answers
-from lm.evaluation.answers import Recall, answer_losses_and_hits
+from lm.evaluation.answers import Recall, answer_token_losses_and_hits
 from lm.evaluation.held_out import Validation, validation_sequences
 from lm.evaluation.measurement import HeldOutSequences
 from lm.model.decoder import Decoder
@@ -66,7 +66,7 @@ def test_answers_equal_the_full_computation(
     monkeypatch.setattr("lm.evaluation.held_out.MAX_BATCH_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
     held_out = HeldOutSequences.from_examples(make(task, length, 7), np.ones(task.vocab_size))
-    nll, hits = answer_losses_and_hits(decoder, held_out, CPU)
+    nll, hits = answer_token_losses_and_hits(decoder, held_out, CPU)
     assert decoder.training
     tokens = torch.from_numpy(held_out.sequences)
     logits = decoder.eval().logits(tokens[:, :-1]).detach()
@@ -103,7 +103,7 @@ def test_an_answer_is_right_if_all_its_tokens_are(tiny, monkeypatch):
         "data.seq_len=256", "eval.recall={tasks: [{name: needle, needles: 2}], length_factors: [1], sequences: 4}"
     )
     recall = Recall(config, prepare(config.data))
-    monkeypatch.setattr(answers, "answer_losses_and_hits", one_wrong_token)
+    monkeypatch.setattr(answers, "answer_token_losses_and_hits", one_wrong_token)
     decoder = Decoder(config.model, recall.store.vocab_size, 32)
     whole, token, loss = measure_curves(recall, decoder, CPU)
     assert (whole.metric, token.metric, loss.metric) == ("accuracy", "token accuracy", "loss of answers")

@@ -31,7 +31,7 @@ def by_position() -> pd.DataFrame:
         options='{"size": 3}',
     )  # fmt: skip
     values = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, 6.0]])
-    units = sampling_unit_frame("abc", np.array([0, 0, 1]), fingerprint="data")
+    units = sampling_unit_frame("abc", np.array([0, 0, 1]), selection_seed="data")
     return metric_rows(about, values, units, [0, 4], [4, 16], "books", "as trained")
 
 

@@ -17,7 +17,7 @@ from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.model_config import LearnedPosition, ModelConfig
 from lm.data.batches import Batch
-from lm.evaluation.attention_text import ModelAttention, attention_maps, attention_pictures
+from lm.evaluation.attention_maps import ModelAttention, attention_maps, attention_picture_by_suffix
 from lm.model import attention_stream
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
@@ -83,7 +83,7 @@ def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path
 def test_heads_that_leave_places_empty_and_negative_weights_are_drawn():
     maps = np.random.default_rng(0).normal(size=(2, 2, 60, 60))
     models = [ModelAttention(Path(name), ["a"] * 60, maps, [(0, 0), (0, 1), (1, 0)]) for name in "ab"]
-    files = attention_pictures(models)
+    files = attention_picture_by_suffix(models)
     assert files[".png"].startswith(b"\x89PNG")
     assert b"<svg" in files[".svg"]
 

@@ -66,7 +66,7 @@ class ModelAttention:
     shown_heads: list[tuple[int, int]]  # (layer, head) of the shown heads
 
 
-def attention_pictures(models: Sequence[ModelAttention]) -> dict[str, bytes]:
+def attention_picture_by_suffix(models: Sequence[ModelAttention]) -> dict[str, bytes]:
     """Return the content of a PNG and an SVG file, by suffix, with a map of each shown head.
 
     All maps share one logarithmic colour scale, which covers both signs if any weight is negative.
@@ -124,7 +124,7 @@ def write_attention(
     models = [model_attention(load(source, checkpoint), text, layers, heads) for source in sources]
     path = table_path or models[0].source / "attention.csv"
     files = {path: table_bytes([cell for model in models for cell in weight_rows(model)], path)}
-    files |= {path.with_suffix(suffix): content for suffix, content in attention_pictures(models).items()}
+    files |= {path.with_suffix(suffix): content for suffix, content in attention_picture_by_suffix(models).items()}
     write_together(files)
     lines = [f"{model.source}: {len(model.token_texts)} tokens, {len(model.shown_heads)} heads" for model in models]
     return [*lines, *map(str, files)]
