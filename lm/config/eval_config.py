@@ -200,7 +200,7 @@ DIAGNOSTICS_COMMANDS = ("train", "eval", "diagnose")  # commands that use the ke
 AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
 MAX_LENGTH_FACTOR = 65536  # largest length of a sequence, in training lengths
 # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
-MAX_ANSWER_OVERRUN = 7
+MAX_TOKENS_AFTER_SEQUENCE = 7
 MAX_SEQUENCES = 10**6
 
 
@@ -426,7 +426,7 @@ class NeedleConfig(InferenceEvaluationConfig):
             )
 
     def longest_length(self, data: DataConfig) -> int:
-        return round(max(*self.length_factors, self.heads_at or 0) * data.seq_len) + MAX_ANSWER_OVERRUN
+        return round(max(*self.length_factors, self.heads_at or 0) * data.seq_len) + MAX_TOKENS_AFTER_SEQUENCE
 
 
 @dataclass
