@@ -34,7 +34,7 @@ def training_step(config: Config, vocab_size: int) -> StepFunction:
 
     def step() -> None:
         for part in sequences:
-            (decoder.loss(Batch.from_sequences(part)) / config.optim.batch_tokens).backward()
+            (decoder.summed_loss(Batch.from_sequences(part)) / config.optim.batch_tokens).backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optim.grad_clip)
         optimizer.step()
         optimizer.zero_grad()

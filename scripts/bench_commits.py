@@ -96,7 +96,8 @@ else:
     optimizer = make_optimizer(model,
         OptimConfig(optimizer=OPTIMIZERS["muon" if timed_model["recipe"] == "modern" else "adamw"]()))
     make_batch = getattr(Batch, "from_sequences", None) or Batch.of  # of earlier commits
-    loss = lambda: model.loss(make_batch(given)) / given[:, 1:].numel()
+    summed_loss = getattr(model, "summed_loss", None) or model.loss  # of earlier commits
+    loss = lambda: summed_loss(make_batch(given)) / given[:, 1:].numel()
 
 def step():
     with torch.autocast("cpu", torch.bfloat16):

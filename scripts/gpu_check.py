@@ -246,7 +246,7 @@ def time_training(normalizer: str, length: int, compiled: bool) -> tuple[int, in
         decoder.compile_blocks(n_lengths=1)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-    step = training_step(decoder, lambda sequences: decoder.loss(Batch.from_sequences(sequences)), length)
+    step = training_step(decoder, lambda sequences: decoder.summed_loss(Batch.from_sequences(sequences)), length)
     times = time_interleaved({"step": step}, 10 if ON_GPU else 1)["step"]
     peak_bytes = torch.cuda.max_memory_allocated() if ON_GPU else 0
     return STEP_TOKENS, flops_per_token(decoder), float(np.median(times)), peak_bytes
@@ -284,7 +284,7 @@ def profile_step(output_folder: Path) -> list[ReportLine]:
     decoder = Decoder(gpt2_config("softmax"), VOCAB_SIZE, length).to(DEVICE)
     if ON_GPU:
         decoder.compile_blocks(n_lengths=1)
-    step = training_step(decoder, lambda sequences: decoder.loss(Batch.from_sequences(sequences)), length)
+    step = training_step(decoder, lambda sequences: decoder.summed_loss(Batch.from_sequences(sequences)), length)
     lines, steps = [], {"lm": step}
     if path := os.environ.get("NANOGPT"):
         steps["nanoGPT"] = nanogpt_step(path, length)

@@ -144,7 +144,9 @@ def build_run(
             )
             buckets = np.stack([by_sequence[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
             setting = "as trained" if factor == 1 else "theta x 50"
-            blocks.append(metric_rows(about, buckets, units, edges[:-1].tolist(), edges[1:].tolist(), setting=setting))
+            blocks.append(
+                metric_rows(about, buckets, units, edges[:-1].tolist(), edges[1:].tolist(), inference_setting=setting)
+            )
         write_rows(folder, "long_context", pd.concat(blocks), seq_len, steps, fingerprint)
     if asked:
         write_answers(folder, asked, seq_len)
@@ -214,7 +216,7 @@ def accuracy_rows(
         for length, row in sorted(right.items())
     ]
     setting = "as trained, roll-out" if rolled else "as trained"
-    return rows_by_length(about, sorted(right), samples, setting=setting, task=task)
+    return rows_by_length(about, sorted(right), samples, inference_setting=setting, task=task)
 
 
 def write_rows(

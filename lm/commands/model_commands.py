@@ -151,7 +151,7 @@ def swap(
     files, overrides = paths_and_overrides(arguments or [])
     result = swap_run(source, checkpoint, to, init, out, overrides, files)
     print(*result.description_lines, sep="\n")
-    print_results([EvaluationResult(out, result.evaluation, is_cached=False)], result.path)
+    print_results([EvaluationResult(out, result.evaluation, is_cached=False)], result.evaluation_file)
     print(*result.notes, sep="\n")
     if result.warning:
         print(result.warning, file=sys.stderr)

@@ -25,7 +25,7 @@ from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.experiments.compare import TrainingOptions, compare_experiments, open_experiment
 from lm.experiments.definition import read_experiments
-from lm.experiments.judging import INTERVAL_KEYS
+from lm.experiments.judging import DIFFERENCE_INTERVAL_KEYS
 from lm.experiments.page import REPORT, VERDICTS
 from lm.experiments.run_table import BetterDirection, judge_table
 from lm.machine import start_child
@@ -183,7 +183,7 @@ def judge(
     """
     columns = (by,) if isinstance(by, str) else by
     judgement = judge_table(table, metric, better, matters, baseline, where, columns, arm, seed, target, unpaired)
-    return _verdict_frame(io.StringIO(csv_text(judgement.summary_rows(), intervals=INTERVAL_KEYS)))
+    return _verdict_frame(io.StringIO(csv_text(judgement.summary_rows(), intervals=DIFFERENCE_INTERVAL_KEYS)))
 
 
 def _verdict_frame(csv_file: Path | io.StringIO) -> pd.DataFrame:

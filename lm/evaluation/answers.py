@@ -129,7 +129,7 @@ def rows_by_length(
     metric: Metric, lengths: list[int], values_by_length: Sequence[ValuesAndUnits], **fields: str
 ) -> pd.DataFrame:
     """Return the table rows of a metric that was measured at each of several sequence lengths, each with its values.
-    fields: `task` and `setting`, the columns of `metric_rows`."""
+    fields: `task` and `inference_setting` of `metric_rows`."""
     points = zip(values_by_length, lengths, strict=True)
     return pd.concat(metric_rows(metric, *values_and_units, [length], **fields) for values_and_units, length in points)
 
@@ -363,7 +363,7 @@ class NeedleMeasurement(AnswerMeasurement):
             chance = self._chance_level(task) if metric.interval else None
             task_metric = replace(metric, references=() if chance is None else (("chance", chance),), options=options)
             points = [(scores[:, [column]], units) for scores, units in samples[name]]
-            yield rows_by_length(task_metric, self.lengths, points, task=name, setting=setting)
+            yield rows_by_length(task_metric, self.lengths, points, task=name, inference_setting=setting)
 
     def _scored_trials(self, task: Needle, decoder: Decoder, length: int, device: Device) -> ValuesAndUnits:
         """Return the scores (questions, metrics) of a task's questions in sequences of `length` tokens, and a frame
@@ -397,7 +397,12 @@ class NeedleMeasurement(AnswerMeasurement):
         )  # fmt: skip
         for layer, values in enumerate(weights.swapaxes(0, 1).astype(float)):
             yield metric_rows(
-                metric, values, _trial_units(trials), [*range(shape[1])], task=f"layer {layer}", setting=setting
+                metric,
+                values,
+                _trial_units(trials),
+                [*range(shape[1])],
+                task=f"layer {layer}",
+                inference_setting=setting,
             )
 
 

@@ -211,9 +211,9 @@ def _statistic_rows(
         if count.any():
             units = sampling_unit_frame(held_out.sha256, held_out.document_labels, count, data_fingerprint)
             means = np.where(count, nan_mean(array, (1, 2, 3)), 0.0)[:, None]
-            yield metric_rows(replace(document_metric, name=log_name), means, units, setting=model)
+            yield metric_rows(replace(document_metric, name=log_name), means, units, inference_setting=model)
         else:
-            yield metric_rows(replace(head_metric, name=log_name), nan_mean(array), setting=model)
+            yield metric_rows(replace(head_metric, name=log_name), nan_mean(array), inference_setting=model)
         if has_curve and statistic.has_exponent:
             n = np.where(n_visible_keys <= train_length, n_visible_keys, np.nan)
             b, r_squared = fit_head_exponents_and_r2(array, n, statistic.is_log)
@@ -223,17 +223,21 @@ def _statistic_rows(
                     (exponent_metric, b),
                     (replace(exponent_metric, quantity=f"R^2 of the {exponent_metric.quantity}"), r_squared),
                 ]
-                yield metric_rows(exponent_metric, nan_mean(b), setting=model)
+                yield metric_rows(exponent_metric, nan_mean(b), inference_setting=model)
         curve = replace(document_metric, axis=VISIBLE_KEYS_AXIS, **(reported if statistic.in_reports else {}))
         units, n = held_out.sampling_units(data_fingerprint), n_visible_keys[:, :, None]
         for first, last in bins:
             means = nan_mean(np.where((n >= first) & (n <= last), array, np.nan), (1, 2, 3))
             point = units.assign(weight=np.isfinite(means).astype(float))
             x = [float(round(math.sqrt(first * last)))]
-            yield metric_rows(curve, np.nan_to_num(means)[:, None], point, x, setting=model)
+            yield metric_rows(curve, np.nan_to_num(means)[:, None], point, x, inference_setting=model)
         for metric, layer_values in by_head:
             for layer, head_values in enumerate(layer_values):
                 heads = [*range(len(head_values))]
                 yield metric_rows(
-                    replace(metric, axis=HEAD_AXIS), head_values, x=heads, task=f"layer {layer}", setting=model
+                    replace(metric, axis=HEAD_AXIS),
+                    head_values,
+                    x=heads,
+                    task=f"layer {layer}",
+                    inference_setting=model,
                 )

@@ -367,18 +367,18 @@ class LongContext(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         (sequences,), blocks = self.held_out, []
-        metric, units = (
-            replace(self.logged_metrics[0], amount=sequences.size_text),
-            sequences.sampling_units(self.data_fingerprint),
-        )
+        metric = replace(self.logged_metrics[0], amount=sequences.size_text)
+        units = sequences.sampling_units(self.data_fingerprint)
         edges = bucket_edges(self.config.data.seq_len, sequences.length)
         starts, ends = edges[:-1], edges[1:]
         for label, model in self.decoders_by_setting(decoder):
             nll = nll_by_token(model, sequences, device)
             bucket_means = np.add.reduceat(nll.astype(np.float64), starts, axis=1) / (ends - starts)
-            blocks.append(metric_rows(metric, bucket_means, units, starts.tolist(), ends.tolist(), setting=label))
+            blocks.append(
+                metric_rows(metric, bucket_means, units, starts.tolist(), ends.tolist(), inference_setting=label)
+            )
             bits = Metric(better="lower", quantity="bits per byte")
-            blocks.append(metric_rows(bits, bits_per_byte(nll, sequences), setting=label))
+            blocks.append(metric_rows(bits, bits_per_byte(nll, sequences), inference_setting=label))
         return blocks
 
 
@@ -423,15 +423,13 @@ class LossByLength(Measurement):
 
     def measure(self, decoder: Decoder, device: Device) -> list[pd.DataFrame]:
         stretches, blocks = self.held_out[-1], []
-        metric, units = (
-            replace(self.logged_metrics[0], amount=stretches.size_text),
-            stretches.sampling_units(self.data_fingerprint),
-        )
+        metric = replace(self.logged_metrics[0], amount=stretches.size_text)
+        units = stretches.sampling_units(self.data_fingerprint)
         metric = drop_single_setting(metric, self.eval_config.inference)
         for label, model in self.decoders_by_setting(decoder):
             losses = [nll_by_token(model, cut, device) for cut in self.held_out]
             by_stretch = [nll.reshape(len(units), -1).mean(1, dtype=np.float64) for nll in losses]
-            blocks.append(metric_rows(metric, np.stack(by_stretch, 1), units, self.lengths, setting=label))
+            blocks.append(metric_rows(metric, np.stack(by_stretch, 1), units, self.lengths, inference_setting=label))
         return blocks
 
 

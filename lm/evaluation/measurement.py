@@ -156,12 +156,12 @@ class HeldOutSequences:
 
 
 def sampling_unit_frame(
-    sha256: str, groups: np.ndarray, weights: np.ndarray | None = None, selection_seed: str = ""
+    sequences_sha256: str, groups: np.ndarray, weights: np.ndarray | None = None, selection_seed: str = ""
 ) -> pd.DataFrame:
     """Return the units of a measurement, such as sequences or questions, one row each (for `metric_rows`).
 
     Args:
-        sha256: SHA-256 of the sequences.
+        sequences_sha256: SHA-256 of the sequences.
         groups: (units,), the label of each unit's document.
         weights: (units,), such as numbers of tokens; None: all are equal.
         selection_seed: fingerprint of held-out text. A third of its documents serve to choose learning rates, the
@@ -169,7 +169,7 @@ def sampling_unit_frame(
     """
     part = np.where(model_selection_mask(selection_seed, groups), "selects", "reports") if selection_seed else ""
     weights = np.ones(len(groups)) if weights is None else weights
-    columns = {"sequences": sha256[:16], "sample": np.arange(len(groups)), "group": groups, "part": part}
+    columns = {"sequences": sequences_sha256[:16], "sample": np.arange(len(groups)), "group": groups, "part": part}
     return pd.DataFrame(columns | {"weight": weights})
 
 
@@ -178,9 +178,9 @@ def metric_rows(
     values: np.ndarray | float,
     units: pd.DataFrame | None = None,
     x: Sequence[float] = (np.nan,),
-    until: Sequence[float] = (),
+    bin_ends: Sequence[float] = (),
     task: str = "",
-    setting: str = "",
+    inference_setting: str = "",
 ) -> pd.DataFrame:
     """Return rows of a frame with the columns `COLUMNS`, one row for each unit and each point of the metric's axis.
 
@@ -190,22 +190,22 @@ def metric_rows(
         values: (units, points), or (points,) if only means are known.
         units: the units, from `sampling_unit_frame`; None: only means are known.
         x: points of the axis; for bins their starts.
-        until: ends of the bins; empty: points are no bins.
+        bin_ends: ends of the bins; empty: points are no bins.
         task: task, source or the like; empty: all together.
-        setting: label of the inference setting.
+        inference_setting: label of the inference setting.
     """
     values = np.atleast_2d(values) if units is None else values
     n_units, n_points = values.shape
-    words = dict.fromkeys(("TASK", "NAME", "PART"), task or metric.quantity) | {"SETTING": setting}
+    words = dict.fromkeys(("TASK", "NAME", "PART"), task or metric.quantity) | {"SETTING": inference_setting}
     words |= dict.fromkeys(("STATISTIC", "METRIC"), metric.quantity)
     names = [metric.fill_placeholders(**words, LENGTH=point).name or metric.quantity for point in x]
-    points = {"metric": names, "x": x, "until": until or [np.nan] * n_points}
+    points = {"metric": names, "x": x, "until": bin_ends or [np.nan] * n_points}
     columns: dict[str, object] = {name: np.repeat(column, n_units) for name, column in points.items()}
     if units is None:
         columns |= {"sequences": "", "sample": np.nan, "group": np.nan, "part": "", "weight": 1.0}
     else:
         columns |= {name: np.tile(units[name], n_points) for name in units}
-    columns |= {"task": task, "setting": setting, "value": values.T.ravel().astype(float)}
+    columns |= {"task": task, "setting": inference_setting, "value": values.T.ravel().astype(float)}
     columns["about"] = np.full(values.size, metric, object)
     return pd.DataFrame(columns)[[*COLUMNS]]
 

@@ -22,7 +22,7 @@ from lm.files import json_bytes, new_folder
 from lm.machine import command_line
 from lm.model.decoder import Decoder
 from lm.model.spec import check_plugin_causality, count_parameters
-from lm.model.swapped import score_factors, with_normalizer
+from lm.model.swapped import score_factors_by_length, with_normalizer
 from lm.plain import Plain, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import CHECKPOINT_FORMAT, save_checkpoint
@@ -45,10 +45,10 @@ MAX_SCORE_FACTOR_RATIO = 2.0
 
 @dataclass(frozen=True, eq=False)
 class SwapResult:
-    """This class holds a swap's evaluation, the path of its file, and text to print."""
+    """This class holds a swap's evaluation, its file, and text to print."""
 
     evaluation: Evaluation
-    path: Path
+    evaluation_file: Path
     description_lines: list[str]
     notes: list[str]
     warning: str
@@ -100,10 +100,10 @@ def swap_run(
         evaluation = measurement.evaluate(
             new, device, model.step_tokens_and_data["step"], model.step_tokens_and_data["tokens_seen"]
         )
-        path = destination / measurement.write(folder, evaluation).relative_to(folder)
+        evaluation_file = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     description_lines, warning = describe_swap(old, new, evaluation.step)
-    return SwapResult(evaluation, path, description_lines, notes, warning)
+    return SwapResult(evaluation, evaluation_file, description_lines, notes, warning)
 
 
 def _closing_notes(old: Decoder, new: Decoder, config: Config, destination: Path, init: Plain) -> list[str]:
@@ -125,8 +125,8 @@ def _closing_notes(old: Decoder, new: Decoder, config: Config, destination: Path
     return [*notes, f"{destination}: weights alone; go on with: lm eval {destination}, or {command}"]
 
 
-def describe_swap(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str]:
-    """Return lines to print on a swap at a training step, and a warning.
+def describe_swap(old: Decoder, new: Decoder, trained_steps: int) -> tuple[list[str], str]:
+    """Return lines to print on a swap after `trained_steps` training steps, and a warning.
 
     The lines give both normalizers, the new parameters with one value per head, and the factor on q.k / sqrt(D) before
     and after. The factor is given at short lengths and at the training length. Layers whose scores are no multiple of
@@ -134,7 +134,7 @@ def describe_swap(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str
 
     The warning names factors that changed by more than `MAX_SCORE_FACTOR_RATIO` times; it is empty if there are none.
     """
-    lines = [f"{old.config.normalizer.label()} -> {new.config.normalizer.label()}, step {step}"]
+    lines = [f"{old.config.normalizer.label()} -> {new.config.normalizer.label()}, step {trained_steps}"]
     parameters: dict[str, list[Tensor]] = {}
     for normalizer in new.normalizers():
         for name, parameter in normalizer.named_parameters():
@@ -142,7 +142,8 @@ def describe_swap(old: Decoder, new: Decoder, step: int) -> tuple[list[str], str
                 parameters.setdefault(name, []).append(parameter.detach().cpu())
     lines += [f"{name} = {_mean_and_range_text(torch.cat(values))}" for name, values in parameters.items()]
     lengths = sorted({min(length, old.seq_len) for length in (*SCORE_FACTOR_LENGTHS, old.seq_len)})
-    factors = torch.stack([score_factors(model, lengths) for model in (old, new)], 1)  # (lengths, 2, layers, H)
+    # (lengths, 2, layers, H)
+    factors = torch.stack([score_factors_by_length(model, lengths) for model in (old, new)], 1)
     layers = factors.isfinite().all(-1).flatten(0, 1).all(0).nonzero().flatten().tolist()
     layers_note = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
     deviations = []

@@ -22,7 +22,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.evaluation.held_out import validation_sequences
 from lm.experiments.definition import SHARED_SETTINGS, Experiment, name_with_size, present_plan, read_experiment
-from lm.experiments.judging import seed_scatter_text
+from lm.experiments.judging import SizeArm, seed_scatter_text
 from lm.experiments.page import send_experiment_to_wandb, write_verdicts
 from lm.experiments.procedure import Procedure, Run, forget_failures, remaining_commands
 from lm.experiments.trainer import (
@@ -183,7 +183,7 @@ def open_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
         raise RunError(f"{experiment.folder}: a run folder; {_NAME_REMEDY}")
     recorded = _first_start_record(experiment)
     procedure = Procedure(experiment.fill_unset_settings(recorded or _machine_settings(experiment, jobs)))
-    _compare_with_plan(procedure, recorded)
+    _note_plan_changes(procedure, recorded)
     return procedure
 
 
@@ -280,7 +280,7 @@ def _describe_changes(plan: dict[str, dict], present: dict[str, dict]) -> dict[s
     return {name: words for name, words in changes.items() if words}
 
 
-def _compare_with_plan(procedure: Procedure, recorded: dict[str, Plain]) -> None:
+def _note_plan_changes(procedure: Procedure, recorded: dict[str, Plain]) -> None:
     """Compare the present plan with the `recorded` one. In `procedure`, set notes on the changes, and the arms whose
     verdicts the changes make exploratory. A change before any final run was measured has no effect.
 
@@ -331,7 +331,9 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
         rates, seeds = ", ".join(f"{rate:g}" for rate in tune.grid), ", ".join(map(str, tune.seeds))
         tuning = f"tuning {tune.key} over {rates} with seeds {seeds}"
     yield f"{tuning}; final seeds {', '.join(map(str, experiment.seeds))}"
-    counts = {(size, arm): count for size in experiment.sizes for arm, count in procedure.count_runs(size).items()}
+    counts = {
+        (size, arm): count for size in experiment.sizes for arm, count in procedure.count_runs_by_arm(size).items()
+    }
     growth = "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted"
     growth *= bool(tune.grid)
     size_words = f"{growth}; tokens and FLOPs: not known before lm prepare has made the vocabulary"
@@ -381,7 +383,7 @@ def run_cost(config: Config, vocab_size: int, first_step: int = 0) -> RunCost:
     return RunCost(count_parameters(decoder)["total"], tokens, flops_per_token(decoder) * tokens)
 
 
-def costs_by_arm(procedure: Procedure) -> dict[tuple[str, str], RunCost]:
+def costs_by_arm(procedure: Procedure) -> dict[SizeArm, RunCost]:
     """Return the resources of a run of each size and arm; {} if the size of the vocabulary is unknown before text is
     prepared."""
     experiment, costs_of_arms = procedure.experiment, {}

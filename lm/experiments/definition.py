@@ -24,21 +24,21 @@ from lm.config.yaml_text import resolve_interpolations, yaml_override
 from lm.data.prepare import expected_vocab_size
 from lm.errors import ConfigError, DataError, Problem, suggest
 from lm.evaluation.metrics import find_metric
-from lm.experiments.judging import PrimaryMetric, Rate, SizeArm
-from lm.experiments.run_outcome import SELECTION_METRIC, OptionsByKind, read_tuning_table
+from lm.experiments.judging import PrimaryMetric, Rate, SizeArm, Stage
+from lm.experiments.run_outcome import SELECTION_METRIC, DueEvaluations, OptionsByKind, read_tuning_table
 from lm.files import expand_home, json_sha256
-from lm.model.spec import count_steps
+from lm.model.spec import steps_of_token_budget
 from lm.plain import Plain, flatten, to_plain
 from lm.plugins import PLUGINS
 from lm.runs.evaluations import Metric
 from lm.runs.folder import CHECKPOINTS_FOLDER, SWAPPED_FOLDER, checkpoint_path
 
-_INDEPENDENT_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
+# keys that are set in a copy of a parsed configuration, as no other key depends on them
+_KEYS_SET_AFTER_PARSING = "name", "runs", "seed"
 _SEEDS_REMEDY = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
-# keys of `data` that decide what the token store holds
-_STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "on_error")
+_STORE_KEYS = "source", "tokenizer", "val_fraction", "deduplicate", "on_error"  # keys of `data` that decide the store
 # configuration keys that the experiment sets in each run
 _KEYS_SET_PER_RUN = ("seed", "data.seed", "name")
 _KEYS_SET_PER_RUN += tuple(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))
@@ -120,7 +120,7 @@ class Experiment:
     tuning_table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
     # keys of `eval` for the measurement of finished runs, in addition to the evaluations during training
     evaluation_changes: dict[str, Plain] = field(default_factory=dict)
-    # parsed configurations, by the values of all keys except `_INDEPENDENT_KEYS`
+    # parsed configurations, by the values of all keys except `_KEYS_SET_AFTER_PARSING`
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -194,10 +194,10 @@ class Experiment:
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
         """Build the configuration of one run; arguments are as for `config_dict`. Runs that differ only in
-        `_INDEPENDENT_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError: the
-        configuration is wrong."""
+        `_KEYS_SET_AFTER_PARSING` share a parsed configuration, also across copies of the experiment. Raises
+        ConfigError: the configuration is wrong."""
         plain = resolve_interpolations(self.config_dict(size, arm, seed, rate, changes))
-        own_keys = {name: plain[name] for name in _INDEPENDENT_KEYS if name in plain}
+        own_keys = {name: plain[name] for name in _KEYS_SET_AFTER_PARSING if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
             with PLUGINS.trust_user_text():  # the user's file names the plugins
@@ -205,32 +205,32 @@ class Experiment:
         return replace(self._configs[cache_key], **own_keys)
 
     def run_config(
-        self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source: Config | None
+        self, size: str, arm: Arm, stage: Stage, rate: Rate | None, seed: int, source_config: Config | None
     ) -> Config:
         """Return the configuration of a run, with its name, which ends in a hash, and the weights that it starts from.
 
         stage: `tune` or `final`, recorded in the block `experiment`; the name does not depend on it.
-        source: the configuration of the run from whose weights the new run starts; None: random weights."""
+        source_config: the configuration of the run from whose weights the new run starts; None: random weights."""
         folder, start = self.folder / size, dict[str, str]()
         config = self.config(size, arm, seed, rate, {"runs": str(folder), "name": "run"})
         value = "" if rate is None else f"{rate:g}"
         stem = "-".join(filter(None, (arm.name, value, f"seed{seed}")))
-        if source and arm.swap and arm.is_trained:
+        if source_config and arm.swap and arm.is_trained:
             options, defaults = (to_plain(part) for part in (config.model.normalizer, type(config.model.normalizer)()))
             option_words = [
                 f"{key}={value}"
                 for key, value in sorted(options.items())
                 if key not in ("name", "init") and value != defaults.get(key)
             ]
-            words = " ".join([source.name, str(arm.swap), *option_words])
+            words = " ".join([source_config.name, str(arm.swap), *option_words])
             start["init_from"] = str(
                 folder / SWAPPED_FOLDER / f"{stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
             )
-        elif source and arm.branch_step is not None:
-            start["branch_from"] = str(checkpoint_path(source.run_folder / CHECKPOINTS_FOLDER, arm.branch_step))
-            start["init_from"] = source.init_from
-        elif source:
-            start["init_from"] = str(source.run_folder)
+        elif source_config and arm.branch_step:
+            start["branch_from"] = str(checkpoint_path(source_config.run_folder / CHECKPOINTS_FOLDER, arm.branch_step))
+            start["init_from"] = source_config.init_from
+        elif source_config:
+            start["init_from"] = str(source_config.run_folder)
         # In the hash, starting weights count by their path below the default folder of runs: an experiment may be
         # moved.
         hashed_start = {
@@ -254,7 +254,7 @@ class Experiment:
         return parse_config(merge(to_plain(config), self.evaluation_changes)) if self.evaluation_changes else config
 
     @cached_property
-    def required_eval_options(self) -> dict[SizeArm, OptionsByKind]:
+    def required_evaluations(self) -> dict[SizeArm, OptionsByKind]:
         """Return evaluation options with the file's block `evaluate`, by size and arm, then by kind; {} without it."""
         required = {}
         for size, arm in self.size_arms if self.evaluation_changes else ():
@@ -263,14 +263,13 @@ class Experiment:
             required[size, arm.name] = {kind: config.eval.measurement_options(kind) for kind in kinds}
         return required
 
-    def due_evaluations(self, size: str, arm: Arm, config: Config) -> tuple[list[str], OptionsByKind, OptionsByKind]:
-        """Return the kinds of evaluation that are due at the end of an arm's run, without validation; the options that
-        `evaluate` asks for, by kind; and those of the run's configuration, by kind."""
+    def due_evaluations(self, size: str, arm: Arm, config: Config) -> DueEvaluations:
+        """Return the evaluations that are due at the end of an arm's run."""
         (_, *wanted_kinds), kinds = config.eval.wanted_kinds(config.data), config.eval.non_null_kind_options
         steps = config.trainer.max_steps
         due_kinds = [kind for kind in wanted_kinds if not arm.is_trained or kinds[kind].is_due(steps, steps)]
         run_eval_options = {kind: config.eval.measurement_options(kind) for kind in ("validation", *kinds)}
-        return due_kinds, self.required_eval_options.get((size, arm.name), {}), run_eval_options
+        return DueEvaluations(due_kinds, self.required_evaluations.get((size, arm.name), {}), run_eval_options)
 
     @property
     def evaluation_overrides(self) -> list[str]:
@@ -408,29 +407,30 @@ def _parse_experiment(file: Path, overrides: list[str]) -> Experiment:
         file.stem, merge(base, changes), tuple(arms.values()), sizes or {"": {}}, tuple(keys.seeds), tune,
         keys.primary, file, tuple(overrides), table, nest_keys(keys.evaluate or {}),
     )  # fmt: skip
-    blocks = {f"arms.{name}.": block for name, block in arm_blocks.items()}
-    blocks |= {f"sizes.{name}.": block for name, block in size_blocks.items()} | {"": changes}
-    if problems := [*_ineffective_keys(experiment, blocks)]:
+    changes_by_path_prefix = {f"arms.{name}.": block for name, block in arm_blocks.items()}
+    changes_by_path_prefix |= {f"sizes.{name}.": block for name, block in size_blocks.items()} | {"": changes}
+    if problems := [*_ineffective_keys(experiment, changes_by_path_prefix)]:
         raise ConfigError(problems)
     return experiment
 
 
-def _ineffective_keys(experiment: Experiment, blocks: dict[str, dict[str, Plain]]) -> Iterator[Problem]:
+def _ineffective_keys(experiment: Experiment, changes_by_path_prefix: dict[str, dict[str, Plain]]) -> Iterator[Problem]:
     """Yield a problem for each key of an arm, a size or the command line that another value replaces in every run.
 
-    blocks: the keys by the beginning of their paths: `arms.NAME.`, `sizes.NAME.`, or empty for the command line.
+    changes_by_path_prefix: the keys by the beginning of their paths: `arms.NAME.`, `sizes.NAME.`, or empty for the
+        command line.
     """
     plains = {}
     for size, arm in experiment.size_arms:
         names = (*_KEYS_SET_PER_RUN, *(("init_from", "branch_from") if arm.source_arm else ()))
         changes = nest_keys(dict.fromkeys(names, "as the experiment sets it"))
         plains[size, arm.name] = flatten(experiment.config_dict(size, arm, 0, experiment.example_rate, changes))
-    for start, block in blocks.items():
-        own = [plain for (size, arm), plain in plains.items() if start in ("", f"arms.{arm}.", f"sizes.{size}.")]
+    for prefix, block in changes_by_path_prefix.items():
+        own = [plain for (size, arm), plain in plains.items() if prefix in ("", f"arms.{arm}.", f"sizes.{size}.")]
         for path, value in flatten({name: value for name, value in block.items() if name != "base"}).items():
             if value != {} and all(value != plain.get(path, plain.get(f"{path}.name")) for plain in own):
-                remedy = "drop it" if start else f"change it in {experiment.file.name}"
-                yield Problem(f"{start}{path}", value, "is set by the experiment, so this has no effect", remedy)
+                remedy = "drop it" if prefix else f"change it in {experiment.file.name}"
+                yield Problem(f"{prefix}{path}", value, "is set by the experiment, so this has no effect", remedy)
 
 
 def _parse_arm(name: str, block: dict[str, Plain], arms: dict[str, Arm], file: Path, problems: list[Problem]) -> Arm:
@@ -506,7 +506,7 @@ def _set_max_steps(experiment: Experiment) -> Experiment:
                 reason = "needs the vocabulary, which is not known before the text is there"
                 remedy = "lm prepare makes it; or set trainer.max_steps"
                 raise DataError(f"{TOKENS_KEY} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")
-            steps = steps or count_steps(config, vocab_size)
+            steps = steps or steps_of_token_budget(config, vocab_size)
             sizes[size] = merge(changes, nest_keys({"trainer.max_steps": steps}))
     return replace(experiment, sizes=sizes)
 
@@ -520,7 +520,7 @@ def _check_experiment(experiment: Experiment) -> None:
     except ConfigError as error:
         problems += [replace(problem, key_path=f"evaluate.{problem.key_path}") for problem in error.problems]
     names_by_problem: dict[str, list[str]] = {}
-    configs: dict[tuple[str, str], Config] = {}
+    configs: dict[SizeArm, Config] = {}
     for size, arm in experiment.size_arms:
         try:
             config = configs[size, arm.name] = experiment.example_config(size, arm)
@@ -544,17 +544,17 @@ def _check_experiment(experiment: Experiment) -> None:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
 
 
-def _check_arms(experiment: Experiment, configs: dict[str, Config]) -> Iterator[Problem]:
+def _check_arms(experiment: Experiment, config_by_arm: dict[str, Config]) -> Iterator[Problem]:
     """Check that the arms of a size differ, read the same data and are measured on the same sequences. Arms must branch
     off at checkpoints that are kept."""
     metric, names = experiment.primary_metric.metric, dict[str, str]()
-    baseline_sequences = _measured_sequence_options(experiment, configs[experiment.arms[0].name])
+    baseline_sequences = _measured_sequence_options(experiment, config_by_arm[experiment.arms[0].name])
     for arm in experiment.arms:
-        config, path = configs[arm.name], f"arms.{arm.name}"
+        config, path = config_by_arm[arm.name], f"arms.{arm.name}"
         identity = f"{arm.source_arm} {arm.branch_step} {arm.swap} {arm.is_trained} {config_hash(config)}"
         if (name := names.setdefault(identity, arm.name)) != arm.name:
             yield Problem(path, arm.config_changes, f"is the same as {name}", "change it, or drop it")
-        if arm.branch_step is not None and arm.branch_step not in (kept := _checkpoint_steps(configs[arm.source_arm])):
+        if arm.branch_step and arm.branch_step not in (kept := _kept_checkpoint_steps(config_by_arm[arm.source_arm])):
             reason = f"is no step that {arm.source_arm} keeps a checkpoint of ({', '.join(map(str, kept))})"
             remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
             yield Problem(f"{path}.step", arm.branch_step, reason, remedy)
@@ -574,7 +574,7 @@ def _measured_sequence_options(experiment: Experiment, config: Config) -> dict[s
     return store | find_metric(config, metric)[0].sequence_options(config, metric)
 
 
-def _checkpoint_steps(config: Config) -> list[int]:
+def _kept_checkpoint_steps(config: Config) -> list[int]:
     """Return the steps whose checkpoints a run keeps."""
     last = config.trainer.max_steps
     regular = [step for step in range(1, last + 1) if step % config.checkpoint_every == 0 or step == last]

@@ -32,7 +32,7 @@ from lm.statistics.verdicts import (
 
 FINISHED, UNFINISHED, DIVERGED_KEY = RUN_STATES = "finished", "unfinished", "diverged"
 # intervals in `Judgement.summary_rows`; a CSV has columns for their ends even if all are empty
-INTERVAL_KEYS = ("difference", "alone")
+DIFFERENCE_INTERVAL_KEYS = ("difference", "alone")
 MAX_PRINTED_ROWS = 500  # lines of a table that a terminal shows
 NOISE_SEED_COUNTS = 3, 5, 10, 20  # numbers of seeds for which `measure_noise` gives the smallest difference
 RUN_KEY_COLUMNS = ["size", "arm", "rate", "seed"]  # columns that tell the runs of a frame apart
@@ -46,6 +46,7 @@ JUDGED_COLUMNS = [
     "group",
 ]  # as `judge` describes them
 SizeArm = tuple[str, str]  # size and arm
+Stage = Literal["tune", "final"]  # a run of stage `tune` chooses a rate, one of stage `final` is judged
 Rate = float  # a value of the tuned key
 # the runs of an arm by rate, as numbers in `Judgement.run_columns`, a run a seed; the rate that tuning chose is first
 RunsByRate = dict[Rate | None, list[int]]
@@ -91,7 +92,7 @@ class Question:
         return not self.unpaired_with_baseline and self.target_value is None
 
     @property
-    def size_arms(self) -> list[SizeArm]:
+    def compared_size_arms(self) -> list[SizeArm]:
         """Return all pairs of a size and an arm other than the baseline."""
         return [*product(self.judged_rates, self.arms[1:])]
 
@@ -99,7 +100,7 @@ class Question:
     def comparison_alpha(self) -> float:
         """Return the error rate of one comparison's interval at which all intervals hold together with 95 %.
         Comparisons are taken as independent, the least favourable case."""
-        return Family(len(self.size_arms)).comparison_alpha
+        return Family(len(self.compared_size_arms)).comparison_alpha
 
 
 def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
@@ -166,7 +167,9 @@ class Judgement:
         # the finished runs that did not learn: their loss ends above the unigram cross-entropy
         has_note = {*np.flatnonzero(self._finished_mask & (self.run_columns["note"] != ""))}
         for (size, arm), verdict in results.items() if has_note else ():
-            runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (baseline, arm))), strict=False)
+            runs_by_seed = zip(
+                *filter(None, (self.runs_at_judged_rate(size, name) for name in (baseline, arm))), strict=False
+            )
             if notes := [self.run_columns["note"][run] for run in chain(*runs_by_seed) if run in has_note]:
                 results[size, arm] = replace(verdict, reason=f"{verdict.reason}; did not learn: {_join_notes(notes)}")
         return results
@@ -174,18 +177,18 @@ class Judgement:
     @cached_property
     def comparisons(self) -> dict[SizeArm, Comparison]:
         """Return the comparisons of each arm with the baseline, by size and arm, from the runs so far."""
-        return {size_arm: self._comparison(*size_arm) for size_arm in self.question.size_arms}
+        return {size_arm: self._comparison(*size_arm) for size_arm in self.question.compared_size_arms}
 
-    def judged_runs(self, size: str, arm: str) -> list[int]:
+    def runs_at_judged_rate(self, size: str, arm: str) -> list[int]:
         """Return the indices, in `run_columns`, of an arm's runs at the rate at which the arm is judged, ordered by
         seed. The list is empty while no rate is chosen.
         """
         rates = self.question.judged_rates[size] or {}
         return self.runs_by_arm.get((size, arm), {}).get(rates[arm], []) if arm in rates else []
 
-    def judged_values(self, size: str, arm: str) -> np.ndarray:
-        """Return the values of `judged_runs`, infinite where a run has not finished."""
-        return self.run_columns["value"][self.judged_runs(size, arm)]
+    def values_at_judged_rate(self, size: str, arm: str) -> np.ndarray:
+        """Return the values of `runs_at_judged_rate`, infinite where a run has not finished."""
+        return self.run_columns["value"][self.runs_at_judged_rate(size, arm)]
 
     def _comparison(self, size: str, arm: str) -> Comparison:
         """Return the comparison of an arm with the baseline in one model size. It holds the differences between their
@@ -196,7 +199,7 @@ class Judgement:
                 (), obstacle=UNTUNED_OBSTACLE if rates is not None else _incomplete_obstacle(0, len(question.seeds))
             )
         pair = rates[arm], rates[baseline]
-        arm_runs, baseline_runs = self._runs_at_all_rates(size, arm)
+        arm_runs, baseline_runs = self._arm_and_baseline_runs(size, arm)
         # the rates of the baseline that the arm was trained at, too; all, if the arm starts from the baseline's weights
         shared_rates = (baseline_runs if arm in question.source_arms else arm_runs).keys()
         if obstacle := self._divergence_obstacle(
@@ -204,7 +207,8 @@ class Judgement:
         ):  # only runs at the judged rates are shown
             arm_runs, baseline_runs = {pair[0]: arm_runs[pair[0]]}, {pair[1]: baseline_runs[pair[1]]}
             shared_rates = baseline_runs.keys()
-        arm_runs, baseline_runs = self._usable_runs(arm_runs, pair[0]), self._usable_runs(baseline_runs, pair[1])
+        arm_runs = self._drop_diverged_rates(arm_runs, pair[0])
+        baseline_runs = self._drop_diverged_rates(baseline_runs, pair[1])
         place = [*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])
         sides = [np.array([*runs.values()]) for runs in (arm_runs, baseline_runs)]  # (rates, seeds), numbers of runs
         is_finished = [self._finished_mask[runs].all(0) for runs in sides]
@@ -214,7 +218,7 @@ class Judgement:
         values = [self.run_columns["value"][runs] for runs in sides]
         if question.target_value is not None:
             values[1] = np.full_like(values[1], question.target_value)
-        differences = _differences(*values)
+        differences = _differences_by_rate_pair(*values)
         n_seeds, n_missing = differences.shape[2], max(len(mask) - mask.sum() for mask in is_finished)
         if not obstacle and n_missing:
             obstacle = _incomplete_obstacle(n_seeds, n_seeds + n_missing)
@@ -229,12 +233,12 @@ class Judgement:
         return Comparison(
             differences, place, sum(rate in shared_rates for rate in baseline_runs) or None,
             question.must_hold_at_all_rates,
-            higher_is_better=self.primary_metric.better == "higher", value_bounds=self._value_bounds,
+            higher_is_better=self.primary_metric.better == "higher", value_bounds=self._difference_or_value_bounds,
             unpaired_values=tuple(values) if question.unpaired_with_baseline else None,
             document_estimate=document_estimate, obstacle=obstacle,
         )  # fmt: skip
 
-    def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
+    def _arm_and_baseline_runs(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
         """Return the runs of an arm, and the runs of the baseline, each by learning rate.
 
         If the arm starts from the baseline's weights, only the baseline's runs at its judged rate are returned. If the
@@ -268,7 +272,7 @@ class Judgement:
         words = f"{len(diverged)} final run{'s' * (len(diverged) > 1)} diverged"
         return "unstable", f"{words}: {_join_notes(self.run_columns['note'][diverged].tolist())}", words
 
-    def _usable_runs(self, runs: RunsByRate, judged_rate: Rate | None) -> RunsByRate:
+    def _drop_diverged_rates(self, runs: RunsByRate, judged_rate: Rate | None) -> RunsByRate:
         """Return the runs of an arm by rate, without rates at which a run diverged. The rate at which the arm is judged
         and the rate that tuning chose are always kept.
         """
@@ -279,22 +283,25 @@ class Judgement:
             if rate in permanent_rates or all(self.run_columns["state"][run] != DIVERGED_KEY for run in rate_runs)
         }
 
-    def _document_estimate(self, *sides: np.ndarray) -> Estimate | None:
+    def _document_estimate(self, arm_runs: np.ndarray, baseline_runs: np.ndarray) -> Estimate | None:
         """Return the estimate, over seeds and documents, of the mean difference between paired runs of an arm and the
         baseline. None if units don't belong to documents.
 
-        sides: the indices of the arm's runs in `run_columns`, (rates, seeds), then those of the baseline's runs.
+        arm_runs, baseline_runs: the indices of these runs in `run_columns`, (rates, seeds).
         """
-        rows, (values, weights, groups) = self.unit_slices[sides[0][0, 0]], self.unit_columns.values()
+        rows, (values, weights, groups) = self.unit_slices[arm_runs[0, 0]], self.unit_columns.values()
         if pd.isna(groups[rows.start]):
             return None
-        units = [np.array([[values[self.unit_slices[run]] for run in runs] for runs in side]) for side in sides]
+        units = [
+            np.array([[values[self.unit_slices[run]] for run in rate_runs] for rate_runs in runs])
+            for runs in (arm_runs, baseline_runs)
+        ]
         if self.question.target_value is not None:
             units[1] = np.full_like(units[1], self.question.target_value)
-        return estimate_over_seeds_and_documents(_differences(*units), weights[rows], groups[rows])
+        return estimate_over_seeds_and_documents(_differences_by_rate_pair(*units), weights[rows], groups[rows])
 
     @cached_property
-    def _value_bounds(self) -> tuple[float, float] | None:
+    def _difference_or_value_bounds(self) -> tuple[float, float] | None:
         """Return the smallest and the largest possible difference of an accuracy to the baseline's or to the target.
         Where runs are unpaired, return the smallest and the largest possible accuracy. None for other metrics.
 
@@ -317,14 +324,14 @@ class Judgement:
         and intervals.
 
         The baseline has an entry, a target value (`Question.target_value`) has none. Means are over the seeds of
-        `common_seeds`. A difference has three intervals. `difference`, over seeds, holds simultaneously with those of
-        all other comparisons. `alone`, over seeds, holds by itself. The third is `over_seeds_and_documents`.
+        `common_seed_masks`. A difference has three intervals. `difference`, over seeds, holds simultaneously with those
+        of all other comparisons. `alone`, over seeds, holds by itself. The third is `over_seeds_and_documents`.
         """
         arms = self.question.arms[self.question.target_value is not None :]
         return [self._summary_row(size, arm) for size in self.question.judged_rates for arm in arms]
 
     @cached_property
-    def common_seeds(self) -> dict[str, np.ndarray]:
+    def common_seed_masks(self) -> dict[str, np.ndarray]:
         """Return, by size, a mask over seeds: whether the means of the size's arms include a seed. They do if every arm
         that has finished runs has a finished run with this seed.
 
@@ -332,15 +339,15 @@ class Judgement:
         """
         common = {size: np.ones(len(self.question.seeds), bool) for size in self.question.judged_rates}
         for size, arm in product(common, self.question.arms) if self.question.is_paired else ():
-            if (is_finished := self._finished_mask[self.judged_runs(size, arm)]).any():
+            if (is_finished := self._finished_mask[self.runs_at_judged_rate(size, arm)]).any():
                 common[size] &= is_finished
         return common
 
     def _summary_row(self, size: str, arm: str) -> dict[str, Plain]:
         """Return the entry of an arm of a size in `summary_rows`."""
-        question, runs = self.question, self.judged_runs(size, arm)
+        question, runs = self.question, self.runs_at_judged_rate(size, arm)
         values, is_finished = self.run_columns["value"][runs], self._finished_mask[runs]
-        common_values = values[is_finished & self.common_seeds[size][: len(runs)]]
+        common_values = values[is_finished & self.common_seed_masks[size][: len(runs)]]
         entry: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": (question.judged_rates[size] or {}).get(arm),
             "runs": int(is_finished.sum()), "of": len(runs) or len(question.seeds),
@@ -406,7 +413,7 @@ def _join_notes(notes: list[str]) -> str:
     return f"{'; '.join(notes[:3])}{'; ...' * (len(notes) > 3)}"
 
 
-def _differences(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndarray:
+def _differences_by_rate_pair(arm_values: np.ndarray, baseline_values: np.ndarray) -> np.ndarray:
     """Return the values of the arm minus those of the baseline at each pair of their rates. The shape is (arm rates,
     baseline rates, seeds, ...), up to the last seed that both have."""
     count = min(arm_values.shape[1], baseline_values.shape[1])
@@ -433,7 +440,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
         question.rate_heading, [None if entry["rate"] is None else f"{entry['rate']:g}" for entry in entries]
     )
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
-    omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
+    omits_finished_runs = any(entry["runs"] > sum(judgement.common_seed_masks[entry["size"]]) for entry in entries)
     basis = ", ".join(filter(None, (question.measured_data_text, "common seeds" * omits_finished_runs)))
     columns += column(
         f"mean {judgement.primary_metric.metric}", [number_text(entry["mean"]) for entry in entries], basis
@@ -546,10 +553,10 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
 def seed_scatter_text(judgement: Judgement) -> str:
     """Return a sentence on how an experiment's final runs scatter, each arm at its judged rate; empty while no arm has
     two such runs."""
-    size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.judged_runs(*size_arm)]
+    size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.runs_at_judged_rate(*size_arm)]
     if not size_arms:
         return ""
-    values = [judgement.judged_values(*size_arm) for size_arm in size_arms]
+    values = [judgement.values_at_judged_rate(*size_arm) for size_arm in size_arms]
     index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm"))
     if not (noise := measure_noise(pd.DataFrame(values, index).replace(math.inf, math.nan), True)):
         return ""
@@ -558,17 +565,17 @@ def seed_scatter_text(judgement: Judgement) -> str:
     return f"noise: single runs scatter by {_spread_text(noise['single_runs'])}{words}"
 
 
-def _pooled_std_and_interval(squares: float, degrees: int, largest: float) -> list[float] | None:
-    """Return a standard deviation, from a sum of squares with `degrees` of freedom, and the ends of its 95 % interval;
-    None if `degrees` is 0.
+def _pooled_std_and_interval(squares: float, degrees_of_freedom: int, value_scale: float) -> list[float] | None:
+    """Return a standard deviation, from a sum of squares with `degrees_of_freedom`, and the ends of its 95 % interval;
+    None without degrees of freedom.
 
-    `largest` is the largest absolute value of a run. A standard deviation of at most 1e-9 times this value is rounding,
-    and returned as 0.
+    `value_scale` is the largest absolute value of a run. A standard deviation of at most 1e-9 times this value is
+    rounding, and returned as 0.
     """
-    if not degrees:
+    if not degrees_of_freedom:
         return None
-    squares *= math.sqrt(squares / degrees) > 1e-9 * largest
-    return np.sqrt(squares / np.array([degrees, *chdtri(degrees, [0.025, 0.975])])).tolist()
+    squares *= math.sqrt(squares / degrees_of_freedom) > 1e-9 * value_scale
+    return np.sqrt(squares / np.array([degrees_of_freedom, *chdtri(degrees_of_freedom, [0.025, 0.975])])).tolist()
 
 
 def _spread_text(spread: list[float]) -> str:

@@ -12,9 +12,9 @@ from lm.config.tree import key_effect
 from lm.errors import RunError
 from lm.experiments.definition import Experiment
 from lm.experiments.judging import (
+    DIFFERENCE_INTERVAL_KEYS,
     DIVERGED_KEY,
     FINISHED,
-    INTERVAL_KEYS,
     Judgement,
     print_verdicts,
     seed_scatter_text,
@@ -89,7 +89,7 @@ def write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         verdicts["trends"] = size_trends
     files = {
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
-        experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVAL_KEYS).encode(),
+        experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=DIFFERENCE_INTERVAL_KEYS).encode(),
     }
     if frames := [runs for runs in map(procedure.tuning_runs, experiment.sizes) if len(runs)]:
         tuning = pd.concat(frames)
@@ -146,13 +146,13 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
     if size_trends := trends_over_sizes(procedure, judgement):
         summary.add_block("table", trend_table(size_trends, experiment.arms[0].name), "trends")
     for size in experiment.sizes:
-        summary.add_block("table", seeds_table(judgement, size), f"{_size_prefix(size)}seeds")
+        summary.add_block("table", seeds_table(judgement, size), f"{_file_name_prefix(size)}seeds")
     sections, commands, records = [summary], PageSection("Commands"), []
     commands.add_block("code", experiment.command)
     for size in experiment.sizes:
         runs = [
             DrawnRun(run.arm, run.seed, run.outcome.state, run.outcome.record, f"{run.label} ({run.outcome.state})")
-            for run in procedure.final_runs(size)
+            for run in procedure.final_runs_at_judged_rates(size)
             if run.has_begun
         ]
         sections += _size_sections(procedure, size, runs)
@@ -179,12 +179,12 @@ def _size_sections(procedure: Procedure, size: str, runs: list[DrawnRun]) -> lis
     name = experiment.primary_metric.metric
     titles = LOSS_TITLES if name == SELECTION_METRIC else LOSS_TITLES | {name: (name, _quantity_label(experiment))}
     tuning = PageSection(f"Learning rates{_size_suffix(size)}")
-    tuning.add_block("picture", rates_picture(procedure, size), f"{_size_prefix(size)}rates")
+    tuning.add_block("picture", rates_picture(procedure, size), f"{_file_name_prefix(size)}rates")
     tuning.add_block("note", SEVERAL_RATES_NOTE if procedure.rate_choice(size).arms_with_several_rates else None)
     return run_sections(names, runs, comparison, size, titles, tuning, _is_uncompared_key)
 
 
-def _size_prefix(size: str) -> str:
+def _file_name_prefix(size: str) -> str:
     """Return `SIZE-`, to be put before a file's name; empty if the experiment has no named sizes."""
     return f"{size}-" if size else ""
 
@@ -263,7 +263,7 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
     same seed. None without runs."""
     question, metric = judgement.question, judgement.primary_metric.metric
     baseline, *arms = question.arms
-    runs = {arm: judgement.judged_runs(size, arm) for arm in question.arms}
+    runs = {arm: judgement.runs_at_judged_rate(size, arm) for arm in question.arms}
     if not any(map(len, runs.values())):
         return None
     columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, question.seeds)))]
@@ -272,7 +272,9 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
         words = [number_text(value) if state == FINISHED else state for state, value in pairs]
         columns.append((Column(arm, metric), words or ["no rate"] * len(question.seeds)))
     for arm in arms if len(runs[baseline]) else ():
-        pairs = zip(judgement.judged_values(size, arm), judgement.judged_values(size, baseline), strict=False)
+        pairs = zip(
+            judgement.values_at_judged_rate(size, arm), judgement.values_at_judged_rate(size, baseline), strict=False
+        )
         cells = [signed_text(a - b) if np.isfinite([a, b]).all() else None for a, b in pairs]
         columns.append((Column(f"{arm} - {baseline}", metric), cells or [None] * len(question.seeds)))
     return Table(f"Every seed{_size_suffix(size)} ({question.measured_data_text})", metric, tuple(columns))
@@ -286,7 +288,9 @@ def trends_over_sizes(procedure: Procedure, judgement: Judgement) -> list[dict[s
     (baseline, *arms), sizes = (arm.name for arm in procedure.experiment.arms), list(procedure.experiment.sizes)
     if len(sizes) < 2:
         return []
-    finished = ((run for run in procedure.final_runs(size) if run.outcome.state == FINISHED) for size in sizes)
+    finished = (
+        (run for run in procedure.final_runs_at_judged_rates(size) if run.outcome.state == FINISHED) for size in sizes
+    )
     records = [next((run.outcome.record for run in runs if run.has_begun), None) for runs in finished]
     if None in records:
         return []
@@ -295,9 +299,9 @@ def trends_over_sizes(procedure: Procedure, judgement: Judgement) -> list[dict[s
     amount_name = next((name for name, counts in amounts.items() if None not in counts and len(set(counts)) > 1), None)
     entries = []
     for arm in arms if amount_name else ():
-        if not all(judgement.judged_runs(size, name) for size in sizes for name in (arm, baseline)):
+        if not all(judgement.runs_at_judged_rate(size, name) for size in sizes for name in (arm, baseline)):
             continue
-        values = np.array([[judgement.judged_values(size, name) for size in sizes] for name in (arm, baseline)])
+        values = np.array([[judgement.values_at_judged_rate(size, name) for size in sizes] for name in (arm, baseline)])
         with np.errstate(invalid="ignore"):
             differences = np.subtract(*values)
         differences = differences[:, np.isfinite(differences).all(0)]

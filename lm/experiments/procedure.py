@@ -18,7 +18,7 @@ from lm.config.tree import Config
 from lm.config.yaml_text import yaml_override
 from lm.errors import ConfigError, RunError
 from lm.experiments.definition import Arm, Experiment, Swap
-from lm.experiments.judging import JUDGED_COLUMNS, Judgement, Question, Rate, SizeArm, judge
+from lm.experiments.judging import JUDGED_COLUMNS, Judgement, Question, Rate, SizeArm, Stage, judge
 from lm.experiments.run_outcome import (
     SELECTION_METRIC,
     Outcome,
@@ -43,7 +43,7 @@ class Run:
 
     size: str
     arm: str
-    stage: str  # `tune` if it chooses a rate, `final` if it is judged
+    stage: Stage  # `tune` if it chooses a rate, `final` if it is judged
     rate: Rate | None
     seed: int
     config: Config
@@ -116,13 +116,13 @@ class Procedure:
         self._rate_choices: dict[str, RateChoice] = {}
 
     def make_run(
-        self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]
+        self, size: str, arm: Arm, stage: Stage, rate: Rate | None, seed: int, source_rates: dict[str, Rate | None]
     ) -> Run:
-        """Return the run of an arm at a stage, `tune` or `final`, with a rate and a seed. `rates`: by arm, the rates of
-        the arms from whose weights this arm starts."""
+        """Return the run of an arm at a stage, `tune` or `final`, with a rate and a seed. `source_rates`: by arm, the
+        rates of the arms from whose weights this arm starts."""
         experiment = self.experiment
         source = (
-            self.make_run(size, self._arms[arm.source_arm], stage, rates[arm.source_arm], seed, rates)
+            self.make_run(size, self._arms[arm.source_arm], stage, source_rates[arm.source_arm], seed, source_rates)
             if arm.source_arm
             else None
         )
@@ -177,13 +177,13 @@ class Procedure:
         return self._rate_choices.setdefault(size, RateChoice(runs, rates_of_final_runs, rates))
 
     def _tuned_rates(
-        self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]
+        self, size: str, arms: list[Arm], source_rates: dict[str, Rate], tuning_runs: dict[str, dict[Rate, list[Run]]]
     ) -> dict[str, Rate] | None:
         """Choose the rates of `arms` by their tuning runs, or by the experiment's table of tuning runs (`tune.table`).
         None while tuning runs have not ended.
 
-        rates: the judged rates of the arms that `arms` start from. runs: this method adds the tuning runs to it, by arm
-            and rate.
+        source_rates: the judged rates of the arms that `arms` start from. tuning_runs: this method adds the tuning runs
+            to it, by arm and rate.
         """
         experiment = self.experiment
         if experiment.tuning_table is not None:
@@ -192,30 +192,32 @@ class Procedure:
             for name, rate, value in ended[["arm", "rate", experiment.rate_choice_metric]].itertuples(index=False):
                 if name in costs:
                     costs[name].setdefault(rate, []).append(self._metric_as_cost(value))
-            return rates_of_lowest_cost(costs)
+            return interior_best_rates(costs)
         tuned, missing = dict[str, Rate](), tuple(experiment.tune.grid) if arms else ()
         for source in self._untuned_source_arms(arms):
-            runs.setdefault(source.name, {}).update(
-                self._runs_at_rates(size, source, "tune", (rates[source.name],), rates)
+            tuning_runs.setdefault(source.name, {}).update(
+                self._runs_at_rates(size, source, "tune", (source_rates[source.name],), source_rates)
             )
         while missing:
             for arm in arms:
-                runs.setdefault(arm.name, {}).update(self._runs_at_rates(size, arm, "tune", missing, rates))
-            runs_by_arm = {arm.name: [*chain(*runs[arm.name].values())] for arm in arms}
+                tuning_runs.setdefault(arm.name, {}).update(
+                    self._runs_at_rates(size, arm, "tune", missing, source_rates)
+                )
+            runs_by_arm = {arm.name: [*chain(*tuning_runs[arm.name].values())] for arm in arms}
             if not all(run.outcome.has_ended for run in chain(*runs_by_arm.values())):
                 return None
             for arm_runs in runs_by_arm.values():
                 check_comparable(arm_runs, experiment.rate_choice_metric)
-            costs = {name: self._costs_by_rate(runs[name]) for name in runs_by_arm}
+            costs = {name: self._costs_by_rate(tuning_runs[name]) for name in runs_by_arm}
             tuned, missing = tuned_rates(experiment.tune.grid, costs, partial(self._is_possible_rate, size, arms))
         return tuned
 
     def _runs_at_rates(
-        self, size: str, arm: Arm, stage: str, arm_rates: Iterable[Rate | None], rates: dict[str, Rate | None]
+        self, size: str, arm: Arm, stage: Stage, rates: Iterable[Rate | None], source_rates: dict[str, Rate | None]
     ) -> dict[Rate | None, list[Run]]:
         """Return the runs of an arm at several rates: for each rate, a list with one run for each seed of the stage."""
         seeds = self.experiment.tune.seeds if stage == "tune" else self.experiment.seeds
-        return {rate: [self.make_run(size, arm, stage, rate, seed, rates) for seed in seeds] for rate in arm_rates}
+        return {rate: [self.make_run(size, arm, stage, rate, seed, source_rates) for seed in seeds] for rate in rates}
 
     def _untuned_source_arms(self, arms: Iterable[Arm]) -> list[Arm]:
         """List the untuned arms that `arms` start from, sources first; these untuned arms are trained with the tuning
@@ -280,7 +282,7 @@ class Procedure:
                 rates = " and ".join(f"{rate:g}" for rate in sorted(arm_rates))
                 reason = "as tuning chose different rates for the arms"
                 notes.append(f"{prefix}{arm}: final seeds are trained at {rates}, {reason}")
-            runs = [run for run in self.final_runs(size) if run.outcome.state == "finished"]
+            runs = [run for run in self.final_runs_at_judged_rates(size) if run.outcome.state == "finished"]
             if words := describe_values_by_arm([(run.arm, f"{run.outcome.total_tokens:,}") for run in runs]):
                 words = f"with those of their sources: {words}"
                 notes.append(f"{prefix}arms have seen different numbers of tokens, {words}")
@@ -301,7 +303,7 @@ class Procedure:
             runs[arm.name] = self._runs_at_rates(size, arm, "final", arm_rates, rates)
         return runs
 
-    def final_runs(self, size: str) -> list[Run]:
+    def final_runs_at_judged_rates(self, size: str) -> list[Run]:
         """Return the runs that are judged, in the order of seeds, then arms; none before rates are known."""
         rates = self.rate_choice(size).judged_rates or {}
         return _order_by_seed(runs[rates[arm]] for arm, runs in self.final_runs_by_rate(size).items() if arm in rates)
@@ -341,25 +343,20 @@ class Procedure:
     def _run_rows(self, run: Run) -> pd.DataFrame:
         """Return the rows of a run for `judge`, by sequence, on the held-out documents for reports. There is a single
         row if the run has not finished, or if its sequences are not from documents."""
-        outcome, metric, has_finished = (
-            run.outcome,
-            self.experiment.primary_metric.metric,
-            run.outcome.state == "finished",
-        )
+        outcome, metric = run.outcome, self.experiment.primary_metric.metric
+        has_finished = outcome.state == "finished"
         units = pd.DataFrame({"value": [outcome.mean(metric, for_selection=False)], "weight": 1.0, "group": None})
         if has_finished and self.experiment.has_documents:
             measured = units_of_part(outcome.metric_values(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
-        note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if has_finished else ""
-        names = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed}
-        words = {
-            "note": note and f"{run.label}: {note}",
-            "unlearned": outcome.unlearned_level_text if has_finished else "",
-        }
-        frame = units.assign(**names, state=outcome.state, **words)[JUDGED_COLUMNS]
+        note = outcome.loss_above_unigram_text if has_finished else outcome.divergence
+        frame = units.assign(
+            size=run.size, arm=run.arm, rate=run.rate, seed=run.seed, state=outcome.state,
+            note=note and f"{run.label}: {note}", unlearned=outcome.unbeaten_level_text if has_finished else "",
+        )[JUDGED_COLUMNS]  # fmt: skip
         return frame.astype({"rate": object, "group": object})  # so that frames of all runs can be joined
 
-    def count_runs(self, size: str) -> dict[str, int]:
+    def count_runs_by_arm(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
         rates are assumed for arms that may get several."""
         arms, tune, counts = self.experiment.arms, self.experiment.tune, dict[str, int]()
@@ -422,7 +419,7 @@ CostsByRate = Mapping[Rate, Sequence[float]]
 def tuned_rates(
     grid: Iterable[Rate], costs: Mapping[str, CostsByRate], is_possible: Callable[[Rate], bool] = lambda rate: True
 ) -> tuple[dict[str, Rate], tuple[Rate, ...]]:
-    """Return the rate of each arm, which `rates_of_lowest_cost` finds by tuning runs, and an empty tuple. While tuning
+    """Return the rate of each arm, which `interior_best_rates` finds by tuning runs, and an empty tuple. While tuning
     runs are missing, return an empty dict, and the rates at which every arm must be trained first.
 
     If an arm's best rate is the highest (lowest) one, twice (half) this value is added to the grid of every arm. The
@@ -437,7 +434,7 @@ def tuned_rates(
     for growths in count():
         if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in costs.values())):
             return {}, missing_rates
-        chosen = rates_of_lowest_cost(costs, rates)
+        chosen = interior_best_rates(costs, rates)
         best_rates = {arm: best_rate(by_rate, rates) for arm, by_rate in costs.items() if arm not in chosen}
         # an arm that diverged at every rate grows no grid
         edges = {rate for arm, rate in best_rates.items() if mean_cost(costs[arm][rate]) < math.inf}
@@ -450,7 +447,7 @@ def tuned_rates(
         rates = [*smaller, *rates, *larger]
 
 
-def rates_of_lowest_cost(costs: Mapping[str, CostsByRate], rates: Iterable[Rate] | None = None) -> dict[str, Rate]:
+def interior_best_rates(costs: Mapping[str, CostsByRate], rates: Iterable[Rate] | None = None) -> dict[str, Rate]:
     """Return each arm's rate of lowest mean cost among `rates` (None: all rates of the arm). An arm gets no rate if its
     best rate is the smallest or largest of them, or has a diverged run."""
     chosen = {}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pandas as pd
 
@@ -77,6 +77,14 @@ def units_of_part(units: pd.DataFrame, part: Literal["selects", "reports"]) -> p
     )
 
 
+class DueEvaluations(NamedTuple):
+    """Holds the evaluations that are due at the last step of a run, as `Outcome` takes them."""
+
+    scheduled_evaluations: list[str]  # kinds of evaluation that are scheduled then, without validation
+    required_evaluations: OptionsByKind  # the options that `evaluate` asks for
+    run_eval_options: OptionsByKind  # the options in the run's configuration
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Reads from a run's folder whether training reached `last_step`, and whether the primary metric was measured at
@@ -89,7 +97,7 @@ class Outcome:
     scheduled_evaluations: Collection[str] = ()
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations
     # are enough
-    required_eval_options: OptionsByKind = field(default_factory=dict)
+    required_evaluations: OptionsByKind = field(default_factory=dict)
     # the options of `eval` of the run, by kind of evaluation; {}: any
     run_eval_options: OptionsByKind = field(default_factory=dict)
 
@@ -150,20 +158,20 @@ class Outcome:
         return divergence_reason(self.log_lines, self._validation)
 
     @cached_property
-    def not_learned_text(self) -> str:
+    def loss_above_unigram_text(self) -> str:
         """Return a text that says that the final loss is above the unigram cross-entropy; empty if the loss is not
         above it, or if one of the two is unknown."""
         return loss_above_unigram_text(self._validation)
 
     @property
-    def unlearned_level_text(self) -> str:
+    def unbeaten_level_text(self) -> str:
         """Return, in words, the reference level that the metric at the last step is not better than (`is_unlearned`):
         chance or the unigram cross-entropy. Empty if the metric is better, or if no level is known."""
         units = self.metric_values(self.primary_metric_name)
         about = units["about"].iloc[0] if len(units) else Metric()
         name, level = chance_level(about)
         if not name or about.better == "none":
-            return self.not_learned_text and "the unigram cross-entropy"
+            return self.loss_above_unigram_text and "the unigram cross-entropy"
         text = f"{'the ' if about.better == 'lower' else ''}{name} ({level:.3g})"
         columns = (units[column].to_numpy() for column in ("value", "weight", "group"))
         return text * is_unlearned(weighted_mean(units), level, about.better, *columns)
@@ -206,15 +214,15 @@ class Outcome:
 
     @cached_property
     def has_required_evaluations(self) -> bool:
-        """Return whether each evaluation in `required_eval_options` was made at the last step with these options.
-        If `required_eval_options` is empty, return False only if the primary metric was measured with other options
+        """Return whether each evaluation in `required_evaluations` was made at the last step with these options.
+        If `required_evaluations` is empty, return False only if the primary metric was measured with other options
         than the run's own.
         """
-        if not self.required_eval_options:
+        if not self.required_evaluations:
             measurement = self.evaluation_of(self.primary_metric_name)
             return measurement is None or self._has_run_eval_options(measurement)
         asked = {evaluation.kind: evaluation.asked for evaluation in self.last_evaluations}
-        return self.required_eval_options.items() <= asked.items()
+        return self.required_evaluations.items() <= asked.items()
 
     def _has_run_eval_options(self, evaluation: Evaluation) -> bool:
         """Return whether an evaluation was made with the options of the run."""

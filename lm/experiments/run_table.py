@@ -46,13 +46,13 @@ def judge_table(
     baseline: str | None,
     condition: str,
     split_columns: Sequence[str],
-    arm: str,
-    seed: str,
+    arm_column: str,
+    seed_column: str,
     target: float | None,
     unpaired: bool,
 ) -> Judgement:
-    """Judge the arms of a table of runs. Arguments and errors are as for `lm.judge`. Two arguments have other names
-    there: `condition` is `where`, and `split_columns` is `by`."""
+    """Judge the arms of a table of runs. Arguments and errors are as for `lm.judge`. Four arguments have other names
+    there: `condition` is `where`, `split_columns` is `by`, `arm_column` is `arm`, and `seed_column` is `seed`."""
     problems: list[Problem] = []
     direction = {} if better is None else {"better": better}
     primary = build_block(PrimaryMetric, {"metric": metric, "matters": matters} | direction, "", problems)
@@ -64,9 +64,11 @@ def judge_table(
         raise ConfigError(problems)
     source = "the table"
     if not isinstance(table, pd.DataFrame):
-        source, table = str(table), read_table(table, arm)
+        source, table = str(table), read_table(table, arm_column)
     is_paired = not unpaired and target is None
-    frame, primary = read_runs(table, source, primary, better, condition, split_columns, arm, seed, is_paired)
+    frame, primary = read_runs(
+        table, source, primary, better, condition, split_columns, arm_column, seed_column, is_paired
+    )
     known = dict.fromkeys(frame["arm"])
     if target is not None:
         baseline = f"target {target}"
@@ -88,7 +90,7 @@ def judge_table(
     order = [pd.factorize(frame["sample"], sort=True)[0]]
     for name, values in (("seed", seeds), ("arm", arms), ("size", sizes)):
         order.append(frame[name].map({value: place for place, value in enumerate(values)}))
-    frame = frame.assign(unlearned=_unlearned_level_texts(frame, primary.better)).iloc[np.lexsort(order)]
+    frame = frame.assign(unlearned=_unbeaten_level_texts(frame, primary.better)).iloc[np.lexsort(order)]
     rates = dict.fromkeys(sizes, dict.fromkeys(arms))
     return judge(
         frame, Question(primary, arms, tuple(seeds), rates, unpaired_with_baseline=unpaired, target_value=target)
@@ -96,21 +98,26 @@ def judge_table(
 
 
 def table_noise(
-    table: pd.DataFrame, source: str, metric: str, condition: str, arm: str, seed: str, difference: float | None
+    table: pd.DataFrame,
+    source: str,
+    metric: str,
+    condition: str,
+    arm_column: str,
+    seed_column: str,
+    difference: float | None,
 ) -> dict[str, Plain]:
     """Measure the noise of the runs of a table, on the lines that satisfy `condition`. `source` names the table in
     errors.
 
-    Runs that have not finished don't count. `arm` and `seed` name columns. If `difference` is a number, the result also
-    says how many seeds of each arm detect a difference that large. Raises RunError: the table is wrong, or no arm has
-    two finished runs.
+    Runs that have not finished don't count. If `difference` is a number, the result also says how many seeds of each
+    arm detect a difference that large. Raises RunError: the table is wrong, or no arm has two finished runs.
     """
-    rows, primary = read_runs(table, source, PrimaryMetric(metric), None, condition, (), arm, seed, False)
+    rows, primary = read_runs(table, source, PrimaryMetric(metric), None, condition, (), arm_column, seed_column, False)
     rows = rows.query("state == 'finished'")
     rows = rows.assign(value=rows["value"] * rows["weight"], seed=rows["seed"].map(str))
     sums = rows.groupby(_RUN_COLUMNS, sort=False)[["value", "weight"]].sum()
     runs = (sums["value"] / sums["weight"]).unstack("seed")  # (sizes and arms; seeds)
-    if not (noise := measure_noise(runs, seed in table, difference)):
+    if not (noise := measure_noise(runs, seed_column in table, difference)):
         raise RunError(f"{source}: no arm has two finished runs, which differ in their seed alone")
     return {"of": f"{primary.metric} of {source}", "metric": primary.metric} | noise
 
@@ -122,8 +129,8 @@ def read_runs(
     better: BetterDirection | None,
     condition: str,
     split_columns: Sequence[str],
-    arm: str,
-    seed: str,
+    arm_column: str,
+    seed_column: str,
     is_paired: bool,
 ) -> tuple[pd.DataFrame, PrimaryMetric]:
     """Return the checked rows of the runs of a table, with the columns that docs/experiments.md names, and the metric.
@@ -132,7 +139,7 @@ def read_runs(
     returned metric, a name that `primary` lacks comes from the rows. The better direction is the argument `better`,
     else the entry of the column `better`, else lower.
 
-    Unless `is_paired`, the columns `arm` and `seed` may be missing: without `arm` all runs are one arm, without `seed`
+    Unless `is_paired`, the columns of arms and seeds may be missing: without arms all runs are one arm, without seeds
     each row is a run. Other arguments and errors are as for `judge_table`.
     """
     table = table.reset_index(drop=True)
@@ -140,7 +147,7 @@ def read_runs(
         raise RunError(f"{source}: runs can't be judged apart by {key}")
     metric = primary.metric
     value = metric if metric and (metric in table or "metric" not in table) else "value"
-    columns = {"arm": arm, "seed": seed, "value": value}
+    columns = {"arm": arm_column, "seed": seed_column, "value": value}
     optional = () if is_paired else ("arm",) if {"unit", "sample"} & {*table} else ("arm", "seed")
     columns = {name: column for name, column in columns.items() if column in table or column not in optional}
     names = *split_columns, *columns.values()
@@ -150,7 +157,8 @@ def read_runs(
         rows = rows[rows[name] != use] if name in rows else rows
     if rows.empty:
         raise RunError(f"{source}: no line reports: all are of runs that chose rates")
-    if "arm" in columns and (missing := {*known[arm].dropna()} - {*rows[arm]}):  # the family would be smaller
+    # the family would be smaller
+    if "arm" in columns and (missing := {*known[arm_column].dropna()} - {*rows[arm_column]}):
         reason = f"no line of {', '.join(sorted(map(str, missing)))} reports, only lines that choose rates"
         raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
     rows = rows.assign(**({"arm": "runs"} | {name: rows[column] for name, column in columns.items()}))
@@ -190,12 +198,12 @@ def read_runs(
     return runs, primary
 
 
-def read_table(path: str | os.PathLike, arm: str) -> pd.DataFrame:
+def read_table(path: str | os.PathLike, arm_column: str) -> pd.DataFrame:
     """Read a table of runs: a CSV file, JSON lines, a list of numbers, a JSON object with a list for each arm, or
     `wandb:ENTITY/PROJECT`.
 
-    Fields of nested objects become columns such as `config.lr`. `arm` names the column of arms. Raises RunError: the
-    table can't be read.
+    Fields of nested objects become columns such as `config.lr`. Texts in `arm_column` stay as they are,
+    even None and true. Raises RunError: the table can't be read.
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
@@ -222,8 +230,11 @@ def read_table(path: str | os.PathLike, arm: str) -> pd.DataFrame:
         rows = read(io.BytesIO(content))
         if not isinstance(rows.index, pd.RangeIndex):  # pandas takes the first field for a name of the line
             raise RunError(f"{path}: lines have more fields than the header: name each column, end no line in a comma")
-        if arm in rows and (rows[arm].isna().any() or rows[arm].dtype == bool):  # an arm may be named None or true
-            rows[arm] = read(io.BytesIO(content), usecols=[arm], dtype=str, keep_default_na=False)[arm]
+        # an arm may be named None or true
+        if arm_column in rows and (rows[arm_column].isna().any() or rows[arm_column].dtype == bool):
+            rows[arm_column] = read(io.BytesIO(content), usecols=[arm_column], dtype=str, keep_default_na=False)[
+                arm_column
+            ]
         return rows
     except FileNotFoundError:
         raise RunError(f"{path}: no such file; a table with columns arm, seed and value is needed") from None
@@ -313,7 +324,7 @@ def _check_seeds(
             raise RunError(f"{source}: {name}: no seed {missing}; every arm needs the same seeds, or --unpaired")
 
 
-def _unlearned_level_texts(frame: pd.DataFrame, better: str) -> pd.Series:
+def _unbeaten_level_texts(frame: pd.DataFrame, better: str) -> pd.Series:
     """Return the column `unlearned` that `judge` takes: `chance (LEVEL)` for runs that are not better than the level in
     the column `chance`, else an empty text."""
     levels = pd.Series("", frame.index)
@@ -364,11 +375,11 @@ def _rows_to_judge(
     return rows[rows["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
 
 
-def _check_and_convert_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
+def _check_and_convert_rows(runs: pd.DataFrame, source: str, columns_named_in_error: list[str]) -> None:
     """Check the rows, and convert values, weights and chances into numbers in place.
 
     Raises RunError: a number, arm or seed is missing or invalid, or a run has several rows for one sequence. The error
-    then names the columns, among `columns`, in which these several rows differ.
+    then names the columns, among `columns_named_in_error`, in which these several rows differ.
     """
     if unknown_states := {*map(str, runs["state"].unique())} - {*RUN_STATES}:
         raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(RUN_STATES)}")
@@ -402,7 +413,7 @@ def _check_and_convert_rows(runs: pd.DataFrame, source: str, columns: list[str])
     if (is_duplicate := runs.duplicated([*_RUN_COLUMNS, "sample"], keep=False)).any():
         run = runs[is_duplicate].iloc[0]
         duplicates = runs[is_duplicate & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
-        differing = ", ".join(name for name in columns if duplicates[name].nunique(dropna=False) > 1)
+        differing = ", ".join(name for name in columns_named_in_error if duplicates[name].nunique(dropna=False) > 1)
         remedy = f"they differ in {differing}: choose by a condition, or judge apart by it" if differing else ""
         lines = f"{len(duplicates)} lines are of arm {run['arm']}, seed {run['seed']}"
         raise RunError(f"{source}: {lines}; {remedy or 'drop all but one'}")

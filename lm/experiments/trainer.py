@@ -36,7 +36,7 @@ from lm.experiments.procedure import (
 from lm.experiments.run_outcome import NoDocuments, Outcome
 from lm.files import folder_lock, read_json, write_json
 from lm.machine import STOP_SIGNALS, process_start_time, signals_blocked, start_child
-from lm.model.device import count_gpus, visible_gpu_names
+from lm.model.device import count_gpus, visible_gpu_ids
 from lm.plain import Plain
 from lm.report.tables import number_text
 from lm.runs.folder import ALREADY_TRAINING, CONFIG_FILE
@@ -67,7 +67,7 @@ def device_slots(experiment: Experiment, jobs: int | None, jobs_per_gpu: int) ->
     n_gpus = max(count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms)
     if not n_gpus:
         return [()] * (jobs or 1)
-    gpus = visible_gpu_names()
+    gpus = visible_gpu_ids()
     groups = [gpus[first : first + n_gpus] for first in range(0, len(gpus) - n_gpus + 1, n_gpus)]
     return (groups * jobs_per_gpu)[:jobs]
 
@@ -97,7 +97,7 @@ class ChildProcesses:
                 break
         return status, time.monotonic() - start
 
-    def stop(self, signal_number: int = signal.SIGTERM) -> None:
+    def stop_local_work(self, signal_number: int = signal.SIGTERM) -> None:
         """Send the signal `signal_number` to all processes, and start no more. At SIGTERM, the processes save a
         checkpoint and end.
         """
@@ -171,7 +171,7 @@ class TrainingJob:
         from submitit.helpers import DelayedSubmission
 
         if self._children:
-            self._children.stop()
+            self._children.stop_local_work()
             self._children.wait()
         return DelayedSubmission(TrainingJob(self.run))
 
@@ -248,8 +248,8 @@ class Cluster:
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
         """Wait for the end of the job that trains a run; submit a job unless one is queued or running. Returns the exit
         status, and the seconds of training since the job's last start. A job that vanished counts as killed, perhaps
-        because it lacked memory. After `stop`, the status is 128 + SIGTERM. Raises RunError: the scheduler refuses the
-        job, or the job failed.
+        because it lacked memory. After `stop_local_work`, the status is 128 + SIGTERM. Raises RunError: the scheduler
+        refuses the job, or the job failed.
         """
         path, record = run.log_file(JOB_SUFFIX), _job_record(run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
@@ -268,9 +268,9 @@ class Cluster:
         has_vanished = error and not isinstance(error, self._submitit_errors.FailedJobError)
         return (-signal.SIGKILL, 0.0) if has_vanished else self.result(job)
 
-    def stop(self, signal_number: int = signal.SIGTERM) -> None:
-        """Stop waiting for the jobs, which continue to run. `signal_number` is ignored; `ChildProcesses.stop` sends
-        this signal to its processes.
+    def stop_local_work(self, ignored_signal: int = signal.SIGTERM) -> None:
+        """Stop waiting for the jobs, which continue to run and get no signal (`ChildProcesses` sends it to its
+        processes).
         """
         self._stop_event.set()
 
@@ -402,11 +402,11 @@ class ExperimentTrainer:
         """Let the pending runs save a checkpoint, and wait for their end; a second interrupt kills them. Jobs of a
         scheduler go on.
         """
-        self.run_trainer.stop()
+        self.run_trainer.stop_local_work()
         try:
             wait(self.pending_runs)
         except KeyboardInterrupt:
-            self.run_trainer.stop(signal.SIGKILL)
+            self.run_trainer.stop_local_work(signal.SIGKILL)
             wait(self.pending_runs)
 
     def _check_job_records(self) -> None:
@@ -448,7 +448,7 @@ class ExperimentTrainer:
         words = f"diverged ({outcome.divergence})"
         if outcome.state == "finished":
             words = self._result_text(run, outcome)
-            words += f", did not learn: {outcome.not_learned_text}" if outcome.not_learned_text else ""
+            words += f", did not learn: {outcome.loss_above_unigram_text}" if outcome.loss_above_unigram_text else ""
         known_runs = self.procedure.known_runs()
         left = sum(not run.outcome.has_ended for run in known_runs)
         rest_words = f"{left} of the {len(known_runs)} runs known so far are left"

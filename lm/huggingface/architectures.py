@@ -23,7 +23,7 @@ from lm.huggingface.fields import (
     ConfigFields,
     read_partial_rope,
     read_rope,
-    write_rope,
+    rope_parameters_value,
 )
 from lm.model.decoder import projection_rows
 from lm.model.spec import ModelSpec
@@ -63,7 +63,7 @@ class Architecture(ABC):
 
     model_type: ClassVar[str]
     # transformers' classes of models with such weights; the first is the language model
-    class_names: ClassVar[tuple[str, ...]]
+    transformers_class_names: ClassVar[tuple[str, ...]]
     tensor_prefix: ClassVar[str]  # beginning of tensor names in models with a head
     layer_list_name: ClassVar[str]  # name of the list of layers in tensor names
     option_by_field: ClassVar[dict[str, str]]  # name of lm's option, by the name of the field in config.json
@@ -82,8 +82,8 @@ class Architecture(ABC):
         Its `end_of_text` and `end_tokens` keep lm's defaults, as the tokenizer decides them. Raises RunError: a field
         is missing, unknown or has a value that lm can't use.
         """
-        allowed = (*([name] for name in self.class_names), [])
-        fields.require_value("architectures", allowed, f"only {' and '.join(self.class_names)} are read")
+        allowed = (*([name] for name in self.transformers_class_names), [])
+        fields.require_value("architectures", allowed, f"only {' and '.join(self.transformers_class_names)} are read")
         for name, (value, reason) in REQUIRED_VALUES.items():
             fields.require_value(name, (value,), reason)
         spec = self.read_own_fields(fields)
@@ -124,7 +124,7 @@ class Architecture(ABC):
         """
         values = {**vars(spec.model), "n_mlp": spec.model.mlp_width, **vars(spec)}
         return {
-            "architectures": [self.class_names[0]], "model_type": self.model_type,
+            "architectures": [self.transformers_class_names[0]], "model_type": self.model_type,
             **{name: values[option] for name, option in self.option_by_field.items()},
             "initializer_range": spec.model.init_std, "dtype": "float32", **self.converted_fields(spec.model),
         }  # fmt: skip
@@ -164,7 +164,7 @@ class GPT2(Architecture):
     """GPT-2 has learned positions, LayerNorm and biases everywhere, and stores matrices as (inputs, outputs)."""
 
     model_type = "gpt2"
-    class_names = ("GPT2LMHeadModel", "GPT2Model")
+    transformers_class_names = ("GPT2LMHeadModel", "GPT2Model")
     tensor_prefix, layer_list_name, stores_inputs_first = "transformer.", "h", True
     module_names: ClassVar[dict[str, str]] = {
         "embedding": "wte", "position": "wpe", "norm": "ln_f", "attention_norm": "ln_1", "mlp_norm": "ln_2",
@@ -201,7 +201,7 @@ class Llama(Architecture):
     """Llama and similar models (SmolLM2, TinyLlama) have RoPE, RMSNorm, SwiGLU and grouped queries."""
 
     model_type = "llama"
-    class_names = ("LlamaForCausalLM", "LlamaModel")
+    transformers_class_names = ("LlamaForCausalLM", "LlamaModel")
     tensor_prefix, layer_list_name, heads_divide_width = "model.", "layers", True
     module_names: ClassVar[dict[str, str]] = {
         "embedding": "embed_tokens", "norm": "norm", "attention_norm": "input_layernorm",
@@ -225,11 +225,8 @@ class Llama(Architecture):
     bias_field_names: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # other biases are absent
 
     def converted_options(self, fields: ConfigFields, option_values: PlainDict) -> dict[str, object]:
-        width, n_heads, head_size = (
-            option_values["n_embd"],
-            option_values["n_head"],
-            fields.positive_integer("head_dim", self.default_head_dim),
-        )
+        width, n_heads = option_values["n_embd"], option_values["n_head"]
+        head_size = fields.positive_integer("head_dim", self.default_head_dim)
         fields.require_value("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
         if head_size is None and width % n_heads:
             raise fields.refusal(
@@ -261,7 +258,8 @@ class Llama(Architecture):
         return {
             "num_key_value_heads": model.kv_heads, "head_dim": model.key_dims, "hidden_act": "silu",
             "attention_dropout": 0.0, **{name: biases[name] for name in self.bias_field_names},
-            "rope_parameters": write_rope(model.position) if model.position.rotates else {"rope_type": "default"},
+            "rope_parameters":
+                rope_parameters_value(model.position) if model.position.rotates else {"rope_type": "default"},
         }  # fmt: skip
 
 
@@ -269,7 +267,7 @@ class Qwen2(Llama):
     """Qwen 2 and 2.5 have biases of queries, keys and values; some layers may have a sliding window."""
 
     model_type = "qwen2"
-    class_names = ("Qwen2ForCausalLM", "Qwen2Model")
+    transformers_class_names = ("Qwen2ForCausalLM", "Qwen2Model")
     heads_divide_width, bias_field_names = False, ()
     option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 151936, "seq_len": 32768, "n_mlp": 22016,
@@ -288,7 +286,7 @@ class Qwen3(Qwen2):
     """Qwen 3 has norms of queries and keys, and a head size that doesn't depend on the width."""
 
     model_type = "qwen3"
-    class_names = ("Qwen3ForCausalLM", "Qwen3Model")
+    transformers_class_names = ("Qwen3ForCausalLM", "Qwen3Model")
     default_head_dim, bias_field_names = 128, ("attention_bias",)
     fixed_options: ClassVar[PlainDict] = Llama.fixed_options | {"qk_norm": True}
 
@@ -297,7 +295,7 @@ class SmolLM3(Llama):
     """SmolLM3 has layers without positions: every fourth layer, or those that the field `no_rope_layers` names."""
 
     model_type = "smollm3"
-    class_names = ("SmolLM3ForCausalLM", "SmolLM3Model")
+    transformers_class_names = ("SmolLM3ForCausalLM", "SmolLM3Model")
     option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 128256, "seq_len": 32768, "n_embd": 2048, "n_layer": 36, "n_head": 16, "tied": True,
     }  # fmt: skip
@@ -327,7 +325,7 @@ class Ministral3(Llama):
     """Ministral 3 multiplies queries by a factor that grows with the position."""
 
     model_type = "ministral3"
-    class_names = ("Ministral3ForCausalLM", "Ministral3Model")
+    transformers_class_names = ("Ministral3ForCausalLM", "Ministral3Model")
     default_head_dim, bias_field_names = 128, ()
     option_defaults: ClassVar[PlainDict] = Llama.option_defaults | {
         "vocab_size": 131072, "seq_len": 262144, "n_mlp": 14336, "n_layer": 34, "norm_eps": 1e-5,
@@ -343,10 +341,8 @@ class Ministral3(Llama):
         fields.require_value("sliding_window", (), "layers with windows are not read here")
         if (rope_fields := fields.nested_fields("rope_parameters")) is None:
             raise fields.refusal("rope_parameters", "must say how the factor on queries grows")
-        growth, length = (
-            rope_fields.read_value(self.QUERY_GROWTH_FIELD, float),
-            rope_fields.positive_integer(ORIGINAL_LENGTH_FIELD),
-        )
+        growth = rope_fields.read_value(self.QUERY_GROWTH_FIELD, float)
+        length = rope_fields.positive_integer(ORIGINAL_LENGTH_FIELD)
         return Llama4(floor_scale=float(length), attn_scale=growth, offset=0)
 
     def converted_fields(self, model: ModelConfig) -> PlainDict:
@@ -360,7 +356,7 @@ class OLMo2(Llama):
     """OLMo 2 has norms on the outputs of attention and MLP, and on the queries and keys of all heads together."""
 
     model_type = "olmo2"
-    class_names = ("Olmo2ForCausalLM", "Olmo2Model")
+    transformers_class_names = ("Olmo2ForCausalLM", "Olmo2Model")
     module_names: ClassVar[dict[str, str]] = Llama.module_names | {
         "attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm",
     }  # fmt: skip
@@ -375,7 +371,7 @@ class GPTNeoX(Architecture):
     """GPT-NeoX and Pythia have parallel attention and MLP, LayerNorm, biases, and RoPE on a part of each head."""
 
     model_type = "gpt_neox"
-    class_names = ("GPTNeoXForCausalLM", "GPTNeoXModel")
+    transformers_class_names = ("GPTNeoXForCausalLM", "GPTNeoXModel")
     tensor_prefix, layer_list_name, interleaves_heads, heads_divide_width = "gpt_neox.", "layers", True, True
     module_names: ClassVar[dict[str, str]] = {
         "embedding": "embed_in", "norm": "final_layer_norm", "attention_norm": "input_layernorm",

@@ -165,11 +165,11 @@ def _train_length(config: PreTrainedConfig) -> int:
 
 
 @cache
-def _parameterless_normalizer(options_json: str, *sizes: int) -> Normalizer:
+def _parameterless_normalizer(options_json: str, n_head: int, head_size: int, train_length: int) -> Normalizer:
     """Return the one normalizer that all layers share if it has no learned parameters. `options_json` holds its
-    options; `sizes` are those of `make_module`.
+    options.
     """
-    return functional.make_module(json.loads(options_json), *sizes)
+    return functional.make_module(json.loads(options_json), n_head, head_size, train_length)
 
 
 def _read_saved_parameters(model: PreTrainedModel) -> None:
@@ -213,8 +213,10 @@ def _attention_function(
     if (record := getattr(module, QKV_RECORD_ATTRIBUTE, None)) is not None:
         record.append((query * factor, *(x.repeat_interleave(query.size(1) // key.size(1), 1) for x in (key, value))))
     if kwargs.get("sliding_window") is not None:
-        arguments = {"scaling": scaling, "dropout": dropout, "position_ids": position_ids, **kwargs}
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **arguments)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask,
+            scaling=scaling, dropout=dropout, position_ids=position_ids, **kwargs,
+        )  # fmt: skip
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"lm's normalizers are causal, {type(module).__name__} is not")
@@ -222,8 +224,9 @@ def _attention_function(
         raise ValueError("lm's normalizers have no dropout of weights; set attention_dropout (or attn_pdrop) to 0")
     normalizer, config = getattr(module, NORMALIZER_ATTRIBUTE, None), module.config
     if normalizer is None:
-        sizes = query.size(1), query.size(-1), _train_length(config)
-        normalizer = _parameterless_normalizer(json.dumps(options, sort_keys=True), *sizes)
+        normalizer = _parameterless_normalizer(
+            json.dumps(options, sort_keys=True), query.size(1), query.size(-1), _train_length(config)
+        )
         if next(normalizer.parameters(), None) is not None:
             raise ValueError(
                 f"{config._attn_implementation} has learned parameters: call "

@@ -134,7 +134,7 @@ def transformers_model(loaded_model: LoadedModel) -> tuple["PreTrainedModel", "P
 
     tokenizer, _ = loaded_model.tokenizer_and_start_id()
     architecture, config, tensors = export_config_and_tensors(loaded_model)
-    model_class = getattr(transformers, architecture.class_names[0]) if architecture else LmForCausalLM
+    model_class = getattr(transformers, architecture.transformers_class_names[0]) if architecture else LmForCausalLM
     model = model_class.from_pretrained(None, config=model_class.config_class.from_dict(config), state_dict=tensors)
     start_tokenizer = parse_tokenizer(
         add_start_token(tokenizer.to_str(), loaded_model.spec.end_of_text), loaded_model.spec.end_of_text
@@ -266,8 +266,8 @@ AUTO_MAP = {
     "AutoModel": "modeling_lm.LmModel",
     "AutoModelForCausalLM": "modeling_lm.LmForCausalLM",
 }
-# options of lm's models that config.json has by their names
-COPIED_OPTION_NAMES = (
+# fields of config.json that are options of lm's models, of the same names
+COPIED_CONFIG_FIELDS = (
     "n_layer", "n_head", "kv_heads", "n_embd", "key_dims", "value_dims", "mlp", "mlp_width", "norm", "norm_eps",
     "bias", "has_qkv_bias", "has_mlp_bias", "qk_norm", "post_norm", "parallel", "embedding_norm", "value_residual",
     "output_gate", "gate_inputs", "exclusive", "differential", "dropout", "logit_softcap",
@@ -289,7 +289,7 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         radians = frequencies(model.key_dims, rope, NO_SCALING, spec.seq_len, spec.seq_len).tolist()
         rope_fields = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude}
     return {
-        **FIXED_CONFIG_FIELDS, **{name: getattr(model, name) for name in COPIED_OPTION_NAMES}, **rope_fields,
+        **FIXED_CONFIG_FIELDS, **{name: getattr(model, name) for name in COPIED_CONFIG_FIELDS}, **rope_fields,
         "vocab_size": spec.vocab_size, "seq_len": spec.seq_len, "block": model.block.name,
         "rope_layers": [rope.rotates_in(layer) for layer in range(model.n_layer)],
         "learned_positions": rope.has_length_limit, "tie_word_embeddings": model.tied,

@@ -228,22 +228,18 @@ def read_partial_rope(config: ConfigFields) -> Rope:
     does.
     """
     rope_fields = config.nested_fields("rope_parameters")
-    theta, fraction = (
-        config.positive_number("rotary_emb_base", DEFAULT_THETA),
-        config.positive_number("rotary_pct", 0.25),
-    )
+    theta = config.positive_number("rotary_emb_base", DEFAULT_THETA)
+    fraction = config.positive_number("rotary_pct", 0.25)
     config.require_value("rope_scaling", (), "RoPE that was rescaled is not read here")
     if rope_fields is not None:
-        theta, fraction = (
-            rope_fields.positive_number("rope_theta", theta),
-            rope_fields.positive_number("partial_rotary_factor", fraction),
-        )
+        theta = rope_fields.positive_number("rope_theta", theta)
+        fraction = rope_fields.positive_number("partial_rotary_factor", fraction)
         rope_fields.require_value("rope_type", ("default",), "RoPE that was rescaled is not read here")
         rope_fields.check_all_used(())
     return Rope(theta=theta, fraction=fraction, partial=fraction < 1)
 
 
-def write_rope(rope: Rope) -> dict[str, Plain]:
+def rope_parameters_value(rope: Rope) -> dict[str, Plain]:
     """Return the content of transformers' field `rope_parameters` for lm's RoPE options."""
     kind, option_names = next(
         (kind, option_names) for kind, (schema, option_names) in ROPE_TYPES.items() if schema is type(rope.scaling)

@@ -244,7 +244,7 @@ def read_tokenizer(
     start_token = end_of_text or _start_token(model)
     tokenizer, text = _checked_tokenizer(model, start_token, model_vocab_size)
     added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
-    end_tokens = _bos_or_eos_tokens("eos", added_tokens, model.tokenizer_config, model.config, model.generation_config)
+    end_tokens = _configured_tokens("eos", added_tokens, model.tokenizer_config, model.config, model.generation_config)
     return tokenizer, text, start_token, [] if end_tokens == [start_token] else end_tokens
 
 
@@ -256,14 +256,15 @@ def _start_token(model: PretrainedModel) -> str:
     """
     path = model.tokenizer_path
     try:
-        added_tokens = json.loads(model.tokenizer)["added_tokens"]
-        tokens = {token["id"]: token["content"] for token in added_tokens if token["special"]}
+        tokens = {
+            token["id"]: token["content"] for token in json.loads(model.tokenizer)["added_tokens"] if token["special"]
+        }
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: its tokenizer is {NOT_A_TOKENIZER}: {one_line(error, 160)}") from None
     if END_OF_TEXT in tokens.values():
         return END_OF_TEXT
     for role in ("bos", "eos"):
-        if configured_tokens := _bos_or_eos_tokens(role, tokens, model.tokenizer_config, model.config):
+        if configured_tokens := _configured_tokens(role, tokens, model.tokenizer_config, model.config):
             return configured_tokens[0]
     special_text = (
         f"its special tokens: {', '.join(map(str, [*tokens.values()][:8]))}" if tokens else "it has no special tokens"
@@ -271,8 +272,8 @@ def _start_token(model: PretrainedModel) -> str:
     raise RunError(f"{path}: no token that starts a document is known ({special_text}); name one: --end-of-text TOKEN")
 
 
-def _bos_or_eos_tokens(role: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
-    """Return the BOS or EOS tokens that `configurations` name by text or id, and that are among `tokens`, {id: token}.
+def _configured_tokens(role: str, token_by_id: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
+    """Return the BOS or EOS tokens that `configurations` name by text or id, and that are in `token_by_id`.
 
     role: `bos` or `eos`.
     """
@@ -281,9 +282,9 @@ def _bos_or_eos_tokens(role: str, tokens: dict[int, str], *configurations: dict[
         token, ids = fields.get(f"{role}_token"), fields.get(f"{role}_token_id")
         named_tokens.append(token.get("content") if isinstance(token, dict) else token)
         named_tokens += [
-            tokens.get(index) for index in (ids if isinstance(ids, list) else [ids]) if isinstance(index, int)
+            token_by_id.get(index) for index in (ids if isinstance(ids, list) else [ids]) if isinstance(index, int)
         ]
-    return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in tokens.values())]
+    return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in token_by_id.values())]
 
 
 def _checked_tokenizer(model: PretrainedModel, start_token: str, model_vocab_size: int) -> tuple[Tokenizer, str]:
@@ -325,11 +326,7 @@ def _checked_parameters(
 
     Raises RunError: a tensor is missing, unknown or has another shape, or a tied head differs from the embedding.
     """
-    base = (
-        architecture.tensor_prefix
-        if any(name.startswith(architecture.tensor_prefix) for name in tensors.shapes)
-        else ""
-    )
+    base = architecture.tensor_prefix * any(name.startswith(architecture.tensor_prefix) for name in tensors.shapes)
     parameters = list(architecture.mapped_parameters(spec, base))
     expected_shapes = {name: size for parameter in parameters for name, size in parameter.tensors}
     if spec.model.tied and HEAD_TENSOR in tensors.shapes:

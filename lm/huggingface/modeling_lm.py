@@ -15,7 +15,7 @@ width of its values, C the width of the model, V the size of the vocabulary.
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -240,11 +240,16 @@ def document_numbers(is_token: Tensor, position_ids: Tensor) -> Tensor | None:
     return begins.cumsum(-1) if bool((begins & (is_token.cumsum(-1) > 1)).any()) else None
 
 
-def input_layout(
-    mask: Tensor | None, position_ids: Tensor | None, n_cached: int, x: Tensor
-) -> tuple[AttentionLayout, Tensor, bool]:
-    """Return the attention layout of new tokens, their positions (1, T) or (B, T), and whether a sequence holds several
-    documents.
+class InputLayout(NamedTuple):
+    """Holds where the new tokens of a forward pass stand."""
+
+    layout: AttentionLayout
+    position_ids: Tensor  # (1, T) or (B, T)
+    is_packed: bool  # whether a sequence holds several documents
+
+
+def input_layout(mask: Tensor | None, position_ids: Tensor | None, n_cached: int, x: Tensor) -> InputLayout:
+    """Return the attention layout of new tokens, and their positions.
 
     Args:
         mask: attention mask, as for `LmModel.forward`.
@@ -257,7 +262,7 @@ def input_layout(
     count, n_keys, device = x.size(1), n_cached + x.size(1), x.device
     if mask is not None and mask.dim() == 4:
         layout = AttentionLayout.from_mask(mask, n_cached, count, device)
-        return layout, layout.positions if position_ids is None else position_ids, False
+        return InputLayout(layout, layout.positions if position_ids is None else position_ids, False)
     is_token = torch.ones(1, n_keys, dtype=torch.bool, device=device) if mask is None else mask != 0
     if position_ids is None:
         position_ids = (is_token.cumsum(-1) - 1).clamp(min=0)[:, n_cached:n_keys]
@@ -265,12 +270,13 @@ def input_layout(
     else:
         documents = document_numbers(is_token, position_ids) if is_token.size(1) == count else None
     if documents is None and (mask is None or bool(is_token.all())):
-        return AttentionLayout.continuation(n_cached, count, n_keys, device), position_ids, False
+        return InputLayout(AttentionLayout.continuation(n_cached, count, n_keys, device), position_ids, False)
     triangle = torch.ones(count, is_token.size(1), dtype=torch.bool, device=device).tril(n_cached)
     visible = is_token[:, None, None] & triangle
     if documents is not None:
         visible = visible & (documents[:, None, :, None] == documents[:, None, None])
-    return AttentionLayout.from_mask(visible, n_cached, count, device), position_ids, documents is not None
+    layout = AttentionLayout.from_mask(visible, n_cached, count, device)
+    return InputLayout(layout, position_ids, documents is not None)
 
 
 class LmPreTrainedModel(PreTrainedModel):

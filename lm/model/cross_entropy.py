@@ -37,7 +37,7 @@ class Head(UninitialisedLinear):
         logits = super().forward(hidden)
         return logits if self.softcap is None else soft_cap(logits.float(), self.softcap)
 
-    def fp32_logits_function(self) -> Callable[[Tensor], Tensor]:
+    def fp32_forward_function(self) -> Callable[[Tensor], Tensor]:
         """Return the function that maps hidden states to logits with the weights in fp32."""
         matrix = self.weight.float().t()
         return lambda hidden: soft_cap(hidden.float() @ matrix, self.softcap)
@@ -53,7 +53,7 @@ def tokens_per_chunk(vocab_size: int, device_type: str) -> int:
     return max(64, LOGITS_PER_CHUNK[device_type] // vocab_size)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _SummedLinearCrossEntropy(torch.autograd.Function):
     """Compute the negative log-likelihood of all targets, summed.
 
     The forward pass computes gradients, too, while it holds a chunk's logits, which are not kept or computed again. The
@@ -75,8 +75,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             zip(hidden.split(chunk_size), targets.unsqueeze(1).split(chunk_size), strict=True)
         ):
             h_low = h.to(dtype)
-            logits = h_low @ matrix.t()  # (n, V), which `_chunk_nll` overwrites with their gradient
-            nll += sum(_chunk_nll(*part, softcap) for part in zip(logits.split(rows), y.split(rows), strict=True))
+            logits = h_low @ matrix.t()  # (n, V), which `_summed_chunk_nll` overwrites with their gradient
+            nll += sum(
+                _summed_chunk_nll(*part, softcap) for part in zip(logits.split(rows), y.split(rows), strict=True)
+            )
             grad_hidden[number * chunk_size :][:chunk_size] = logits @ matrix
             if grad_weight is not None:
                 grad_weight += logits.t() @ h_low
@@ -93,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None
 
 
-def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None) -> Tensor:
+def _summed_chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None) -> Tensor:
     """Return the summed negative log-likelihood of a chunk of tokens, an fp32 scalar. The gradient of the logits
     overwrites `low_precision_logits`.
 
@@ -121,14 +123,14 @@ def _chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | None) -
     return nll
 
 
-def _rough_tanh(x: Tensor, scale: float) -> Tensor:
-    """Return tanh(x / scale) of fp32 to within 3e-7, as 2 sigmoid(2 x / scale) - 1, which takes a quarter of tanh's
-    time on a CPU.
+def _rough_tanh(x: Tensor, divisor: float) -> Tensor:
+    """Return tanh(x / divisor) of fp32 to within 3e-7, as 2 sigmoid(2 x / divisor) - 1, which takes a quarter of
+    tanh's time on a CPU.
     """
-    return (x * (2 / scale)).sigmoid_().mul_(2).sub_(1)
+    return (x * (2 / divisor)).sigmoid_().mul_(2).sub_(1)
 
 
-def training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
+def summed_training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """Return the sum over tokens of -log p(target), an fp32 scalar (nats).
 
     hidden: (N, C); head: maps C to V; targets: (N,) int64. The matrix product runs in the autocast dtype if autocast is
@@ -137,7 +139,7 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, head.weight, targets, dtype, head.softcap)
+        return _SummedLinearCrossEntropy.apply(hidden, head.weight, targets, dtype, head.softcap)
 
 
 @torch.no_grad()
@@ -166,7 +168,7 @@ def token_kl(p_hidden: Tensor, p_head: Head, q_hidden: Tensor, q_head: Head) -> 
     p_hidden, q_hidden: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0
     where the distributions are equal.
     """
-    q_logits = q_head.fp32_logits_function()
+    q_logits = q_head.fp32_forward_function()
 
     def divergence(p_logits: Tensor, hidden: Tensor) -> Tensor:
         log_p, log_q = p_logits.log_softmax(-1), q_logits(hidden).log_softmax(-1)
@@ -189,7 +191,7 @@ def _map_logits(
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // chunk_divisor)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = head.fp32_logits_function()
+        logits = head.fp32_forward_function()
         for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):
             result.copy_(f(logits(h), *part))
     return results

@@ -28,7 +28,7 @@ from lm.model.blocks import (
     UninitialisedEmbedding,
     make_norm,
 )
-from lm.model.cross_entropy import Head, training_loss
+from lm.model.cross_entropy import Head, summed_training_loss
 from lm.model.rope import rope_rotation
 
 
@@ -187,13 +187,13 @@ class Decoder(nn.Module):
         """
         return self.head(self(tokens))
 
-    def loss(self, batch: Batch) -> Tensor:
+    def summed_loss(self, batch: Batch) -> Tensor:
         """Return the summed negative log-likelihood of a batch's targets, an fp32 scalar (nats), by
-        `lm.model.cross_entropy.training_loss`.
+        `lm.model.cross_entropy.summed_training_loss`.
         """
         # a compiled block would be compiled anew for each `output_start`
         output_start = batch.first_target_index if self.run_block is _run_block else 0
-        return training_loss(
+        return summed_training_loss(
             self.hidden_states(batch, output_start).flatten(0, 1), self.head, batch.targets[:, output_start:].flatten()
         )
 
@@ -288,6 +288,6 @@ class _IdentityHead(nn.Identity):
 
     out_features: int  # size of the vocabulary
 
-    def fp32_logits_function(self) -> Callable[[Tensor], Tensor]:
+    def fp32_forward_function(self) -> Callable[[Tensor], Tensor]:
         """Return the function that converts logits to fp32."""
         return Tensor.float

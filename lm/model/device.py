@@ -59,13 +59,13 @@ class Machine:
         return self.compilation.value == "true"
 
 
-def visible_gpu_names() -> tuple[str, ...]:
-    """Return the GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES. CUDA is not initialised in
+def visible_gpu_ids() -> tuple[str, ...]:
+    """Return the ids, as in CUDA_VISIBLE_DEVICES, of the GPUs that child processes may use. CUDA is not initialised in
     this process.
     """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")
-    return tuple(name.strip() for name in names[:n_gpus])
+    ids = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")
+    return tuple(gpu_id.strip() for gpu_id in ids[:n_gpus])
 
 
 def count_gpus(config: Config) -> int:

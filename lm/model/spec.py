@@ -44,16 +44,19 @@ class ModelSpec:
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, [*end_tokens], versions)
 
     @classmethod
-    def from_training(cls, config: Config, metadata: Mapping[str, Plain]) -> "ModelSpec":
+    def from_training(cls, config: Config, checkpoint_metadata: Mapping[str, Plain]) -> "ModelSpec":
         """Return the spec of a run's model, from the run's configuration and the metadata of its checkpoint.
 
-        metadata: holds `phase`, `vocab_size` and, if normalizers are from outside lm, `plugins`.
+        checkpoint_metadata: holds `phase`, `vocab_size` and, if normalizers are from outside lm, `plugins`.
         """
-        model = config.model_in_phase(metadata["phase"])
-        versions = metadata.get("plugins", {})
         tokenizer = config.data.tokenizer
         return cls(
-            model, metadata["vocab_size"], config.data.seq_len, tokenizer.end_of_text, [*tokenizer.end_tokens], versions
+            config.model_in_phase(checkpoint_metadata["phase"]),
+            checkpoint_metadata["vocab_size"],
+            config.data.seq_len,
+            tokenizer.end_of_text,
+            [*tokenizer.end_tokens],
+            checkpoint_metadata.get("plugins", {}),
         )
 
     @classmethod
@@ -130,7 +133,7 @@ def flops_per_token(decoder: Decoder) -> int:
     return 6 * matrix_entries + 3 * config.n_layer * decoder.seq_len * dimensions
 
 
-def count_steps(config: Config, vocab_size: int) -> int:
+def steps_of_token_budget(config: Config, vocab_size: int) -> int:
     """Return the optimizer steps of a run, as many as `tokens_per_parameter` requires, rounded up.
 
     The normalizers' parameters are not counted, so that models that differ in the normalizer alone train equally long.
@@ -148,9 +151,8 @@ def with_steps(config: Config, vocab_size: int) -> Config:
     """
     if config.trainer.max_steps:
         return config
-    sized_config = replace(
-        config, trainer=replace(config.trainer, max_steps=count_steps(config, vocab_size), tokens_per_parameter=None)
-    )
+    steps = steps_of_token_budget(config, vocab_size)
+    sized_config = replace(config, trainer=replace(config.trainer, max_steps=steps, tokens_per_parameter=None))
     if problems := [*empty_phase_problems(sized_config)]:
         raise ConfigError(problems)
     return sized_config

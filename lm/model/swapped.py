@@ -23,14 +23,14 @@ from lm.model.device import preserved_random_state
 
 
 @torch.no_grad()
-def rebuild_decoder(decoder: Decoder, config: ModelConfig, is_swap: bool) -> Decoder:
+def rebuild_decoder(decoder: Decoder, config: ModelConfig, replaces_normalizers: bool) -> Decoder:
     """Return a new decoder with the weights of `decoder`, and the normalizers and positions of `config`, on the CPU.
 
-    is_swap: whether `config` has other normalizers than `decoder`. `Normalizer.init_from` then sets their parameters:
-    it converts the old ones where it can, and keeps initial values elsewhere.
+    replaces_normalizers: whether `config` has other normalizers than `decoder`. `Normalizer.init_from` then sets their
+        parameters: it converts the old ones where it can, and keeps initial values elsewhere.
     """
     new_decoder, weights = Decoder(config, decoder.vocab_size, decoder.seq_len, seed=None), decoder.state_dict()
-    if not is_swap:
+    if not replaces_normalizers:
         new_decoder.load_state_dict(weights)
         return new_decoder.train(decoder.training)
     new_decoder.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
@@ -46,11 +46,11 @@ def with_normalizer(decoder: Decoder, normalizer: Options) -> Decoder:
     """Return a new decoder with the weights of `decoder` and new normalizers, of these options
     (`lm.attention.options`). The new normalizers' parameters are set as in a swap (`rebuild_decoder`).
     """
-    return rebuild_decoder(decoder, replace(decoder.config, normalizer=normalizer), is_swap=True)
+    return rebuild_decoder(decoder, replace(decoder.config, normalizer=normalizer), replaces_normalizers=True)
 
 
 @torch.no_grad()
-def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
+def score_factors_by_length(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
     """Return the factor c in the scores c q.k / sqrt(D) of a document's last token, for documents of each length:
     (lengths, layers, H) on the CPU.
 

@@ -34,9 +34,11 @@ _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 _NORMALIZER_KEY_PREFIXES = ("model.normalizer.", "phases", "swap.")
 NO_INTERVAL_REASON = f"all agree, or are of fewer than {MIN_DOCUMENTS} documents"  # why values have no interval
 AXIS_KINDS = ("number", "bins", "points")  # the order of sections in a report
-INTERVAL_COLUMNS = ["about", "sample", "value", "weight", "group"]  # what an interval takes
-# an arm's runs, which differ in their seed only, in the order of seeds, by the arm's label
-RunsByArm = Mapping[str, list[RunRecord]]
+INTERVAL_INPUT_COLUMNS = ["about", "sample", "value", "weight", "group"]  # what an interval takes
+ArmLabel = str
+Place = str  # label of a point or a range of a metric's axis
+# an arm's runs, which differ in their seed only, in the order of seeds
+RunsByArm = Mapping[ArmLabel, list[RunRecord]]
 
 
 class MetricName(NamedTuple):
@@ -63,7 +65,7 @@ class Difference:
     arm: str
     metric_name: MetricName
     metric: Metric
-    description: str  # metric, task, place and setting in words
+    metric_in_words: str  # with task, place and setting
     interval: Interval | None  # in the unit of the metric
     no_interval_reason: str  # empty if there is one
 
@@ -110,7 +112,7 @@ class ArmComparison:
         return rows.assign(run=owner, arm=labels[owner], seeds=seeds[owner])
 
     @cached_property
-    def titled_rows(self) -> pd.DataFrame:
+    def titled_metric_rows(self) -> pd.DataFrame:
         """Return the rows of the metrics that have a title. The new column `name` holds an integer, the index in
         `metric_names` of the row's metric."""
         rows = self.all_rows[self.all_rows["title"] != ""]
@@ -119,14 +121,13 @@ class ArmComparison:
     @cached_property
     def metric_names(self) -> list[MetricName]:
         """Return the metrics that reports show, in the order of their first rows."""
-        return [
-            MetricName(*values) for values in self.titled_rows.drop_duplicates("name")[[*MetricName._fields]].to_numpy()
-        ]
+        first_rows = self.titled_metric_rows.drop_duplicates("name")[[*MetricName._fields]]
+        return [MetricName(*values) for values in first_rows.to_numpy()]
 
     @cached_property
     def unit_values(self) -> pd.DataFrame:
         """Return the value of each unit (sequence or question) at each point or range that tables show."""
-        return merge_bins_into_ranges(self.titled_rows)
+        return merge_bins_into_ranges(self.titled_metric_rows)
 
     @cached_property
     def run_means(self) -> pd.DataFrame:
@@ -141,10 +142,10 @@ class ArmComparison:
         return sorted(sections, key=lambda section: AXIS_KINDS.index(section["axis_kind"].iloc[0]))
 
     @cached_property
-    def arm_means(self) -> dict[tuple[MetricName, str, str], ArmMean]:
+    def arm_means(self) -> dict[tuple[MetricName, Place, ArmLabel], ArmMean]:
         """Return the mean over an arm's runs by (name, place, arm)."""
         indices, arm_means = self.unit_values.groupby(["name", "place", "run"], sort=False).indices, {}
-        units = self.unit_values[INTERVAL_COLUMNS]
+        units = self.unit_values[INTERVAL_INPUT_COLUMNS]
         narrow = self.run_means[["name", "place", "arm", "run", "about", "value"]]
         for (index, place, arm), means in narrow.groupby(["name", "place", "arm"], sort=False):
             metric_name, metric, values = self.metric_names[index], means["about"].iloc[0], means["value"].to_numpy()
@@ -173,7 +174,7 @@ class ArmComparison:
             places = [dict(zip(side["place"], side["order"], strict=True)) for side in sides]
             if order := places[0] | places[1]:
                 last = max(places[0].keys() & places[1].keys() or order, key=order.get)
-                at_last = [side[side["place"] == last] for side in sides]
+                at_last = pd.concat([side[side["place"] == last] for side in sides])
                 differences.append(self._arm_difference(arm, self.metric_names[index], at_last))
         return differences
 
@@ -183,7 +184,7 @@ class ArmComparison:
         A unit is paired with the same sequence at the same point, in the baseline's run of the same seeds. Units that
         only one of the two runs has are left out. So are units of control metrics, which only check a measurement.
 
-        rows: rows of `titled_rows` or `unit_values`.
+        rows: rows of `titled_metric_rows` or `unit_values`.
         """
         rows = rows[rows["sample"].notna() & ~rows["control"]]
         keys = ["name", "x", "until", "seeds", "data_fingerprint", "sequences", "sample"]
@@ -193,9 +194,9 @@ class ArmComparison:
         is_paired = ~is_base & unit.isin(baseline.index)
         return rows[is_paired].assign(value=lambda arm: arm["value"] - baseline[unit[is_paired]].to_numpy())
 
-    def _arm_difference(self, arm: str, metric_name: MetricName, arm_and_baseline: list[pd.DataFrame]) -> Difference:
-        """Return the difference of an arm at a place. `arm_and_baseline`: units of the arm, then of the baseline."""
-        unit = pd.concat(arm_and_baseline).iloc[0]
+    def _arm_difference(self, arm: str, metric_name: MetricName, arm_and_baseline_units: pd.DataFrame) -> Difference:
+        """Return the difference of an arm at a place, from the rows of its units and of the baseline's."""
+        unit = arm_and_baseline_units.iloc[0]
         metric = unit["about"]
         if unit["logged"] and metric_name.axis_kind != "bins":
             description = unit["metric"]
@@ -211,23 +212,23 @@ class ArmComparison:
                 + place
                 + (metric_name.setting and f", {metric_name.setting}")
             )
-        paired = self.paired_differences(pd.concat(arm_and_baseline))
-        no_interval_reason, interval = self._incomparable_reason(arm, arm_and_baseline, paired), None
+        paired = self.paired_differences(arm_and_baseline_units)
+        no_interval_reason, interval = self._incomparable_reason(arm, arm_and_baseline_units, paired), None
         if not no_interval_reason:
             interval = paired_interval(paired, grouped_mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
-            interval = clip_interval(interval, metric)
+            interval = clip_difference_interval(interval, metric)
             if not interval:
                 no_interval_reason = NO_INTERVAL_REASON
         return Difference(arm, metric_name, metric, description, interval, no_interval_reason)
 
-    def _incomparable_reason(self, arm: str, arm_and_baseline: list[pd.DataFrame], paired: pd.DataFrame) -> str:
-        """Say why the rows of an arm and of the baseline (`arm_and_baseline`) can't be compared; empty if they can.
+    def _incomparable_reason(self, arm: str, arm_and_baseline_units: pd.DataFrame, paired: pd.DataFrame) -> str:
+        """Say why the units of an arm and of the baseline can't be compared; empty if they can.
 
         `paired` holds the rows of the seeds that both have.
         """
-        units = pd.concat(arm_and_baseline)
-        for label, rows in zip((arm, self.baseline), arm_and_baseline, strict=True):
-            if rows.empty:
+        units = arm_and_baseline_units
+        for label in (arm, self.baseline):
+            if label not in {*units["arm"]}:
                 return f"{label} was not evaluated on it"
         if len(units.drop_duplicates(["data_fingerprint", "sequences", "x", "until"])) > 1:
             return "not measured on the same tokens: the data, sequences or positions differ"
@@ -374,7 +375,7 @@ def paired_interval(paired_rows: pd.DataFrame, seed_means: np.ndarray) -> Interv
     return interval_over_documents(*(paired_rows[name].to_numpy() for name in ("value", "weight", "group")))
 
 
-def clip_interval(interval: Interval | None, metric: Metric) -> Interval | None:
+def clip_difference_interval(interval: Interval | None, metric: Metric) -> Interval | None:
     """Return the interval of a difference as reports show it: None if an end is open; for fractions its ends are
     clipped to [-1, 1]."""
     if interval is None or not interval.is_bounded:
@@ -414,7 +415,7 @@ def _group_into_arms(records: list[RunRecord]) -> dict[str, list[RunRecord]]:
         groups.setdefault((key, counts[key, record.seeds]), []).append(record)  # a second run of a seed is another arm
         counts[key, record.seeds] += 1
     runs_by_arm = [sorted(group, key=lambda run: run.seeds) for group in groups.values()]
-    labels = [arm_label(runs[0]) for runs in runs_by_arm]
+    labels = [normalizer_history_label(runs[0]) for runs in runs_by_arm]
     keys = _keys_besides_normalizer(_config_diff(dict(enumerate(runs_by_arm))))
     keys = keys if len(keys) <= 3 else []  # more keys would make long labels: the runs' names tell the arms apart
 
@@ -432,7 +433,7 @@ def _group_into_arms(records: list[RunRecord]) -> dict[str, list[RunRecord]]:
     return dict(zip(map(printable_text, labels), runs_by_arm, strict=True))
 
 
-def arm_label(run: RunRecord) -> str:
+def normalizer_history_label(run: RunRecord) -> str:
     """Return the label of a run's arm: its normalizer, the normalizers of its phases, or the normalizer that was
     swapped in after training.
 

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from lm.report.comparison import (
-    INTERVAL_COLUMNS,
+    INTERVAL_INPUT_COLUMNS,
     ArmComparison,
-    clip_interval,
+    clip_difference_interval,
     paired_interval,
     run_interval,
     training_lengths,
@@ -175,10 +175,11 @@ def _curve_traces(comparison: ArmComparison, shows_differences: bool) -> dict[in
     """Return traces of values, or of paired differences, by the metric's index in `metric_names`. Traces show each
     run's means at the points or bins that all runs of its arm have, and the mean over runs with its interval. Bins that
     begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
-    rows = comparison.paired_differences(comparison.titled_rows) if shows_differences else comparison.titled_rows
+    rows = comparison.titled_metric_rows
+    rows = comparison.paired_differences(rows) if shows_differences else rows
     rows = rows[rows["axis_kind"] != "number"]
     rows = rows.assign(until=rows["until"].fillna(rows["x"]))  # a point is a bin without width
-    indices, units = rows.groupby(["name", "arm", "x", "until"], sort=False).indices, rows[INTERVAL_COLUMNS]
+    indices, units = rows.groupby(["name", "arm", "x", "until"], sort=False).indices, rows[INTERVAL_INPUT_COLUMNS]
     traces: dict[int, list[Trace]] = {}
     for (name, arm), arm_rows in point_means(rows).groupby(["name", "arm"], sort=False):
         table = arm_rows.pivot(index=["x", "until"], columns="run", values="value")  # (points, runs)
@@ -229,7 +230,7 @@ def _point_interval(
     """
     metric = unit_rows["about"].iloc[0]
     if shows_differences:
-        return clip_interval(paired_interval(unit_rows, run_means), metric)
+        return clip_difference_interval(paired_interval(unit_rows, run_means), metric)
     if metric.control:
         return None
     if comparison.metric_names[metric_index].axis_kind == "points":

@@ -114,7 +114,7 @@ def _difference_table(comparison: ArmComparison, differences: list[Difference]) 
     and `documents, 1 seed`, stand in different columns."""
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [difference.arm for difference in differences]),
-        (Column("metric", kind="label"), [difference.description for difference in differences]),
+        (Column("metric", kind="label"), [difference.metric_in_words for difference in differences]),
         (Column("measured in", kind="label"), [_short_unit(difference.metric.unit) for difference in differences]),
         (Column("better", kind="label"), [BETTER_SIDE_OF_ZERO[difference.metric.better] for difference in differences]),
     ]
@@ -127,7 +127,7 @@ def _difference_table(comparison: ArmComparison, differences: list[Difference]) 
 
 def comparison_notes(comparison: ArmComparison) -> list[str]:
     """Return notes on the documents and seeds over which means are taken, and on why differences are missing."""
-    lines = [REPORT_TEXT_NOTE] * bool((comparison.titled_rows["part"] == "reports").any())
+    lines = [REPORT_TEXT_NOTE] * bool((comparison.titled_metric_rows["part"] == "reports").any())
     intervals = [difference.interval for difference in comparison.differences if difference.interval]
     lines += [ONE_SEED_NOTE] * any(interval.noise_source.endswith(", 1 seed") for interval in intervals)
     seeds = comparison.run_means.groupby(["name", "arm"])["seeds"].agg(frozenset)
@@ -135,7 +135,7 @@ def comparison_notes(comparison: ArmComparison) -> list[str]:
     lines += [DIFFERENT_SEEDS_NOTE] * bool(comparison.differences and differ_in_seeds)
     missing = pd.DataFrame(
         [
-            (difference.no_interval_reason, difference.description, difference.arm)
+            (difference.no_interval_reason, difference.metric_in_words, difference.arm)
             for difference in comparison.differences
             if difference.no_interval_reason
         ],

@@ -85,11 +85,11 @@ def _curve_key(mean: NamedTuple) -> tuple[Metric, str, str]:
     return mean.about, mean.task, mean.setting
 
 
-def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
+def print_results(results: list[EvaluationResult], saved_to: Path | None = None) -> None:
     """Print a table for each kind of evaluation: for many metrics only the overall means, for long curves only the
     first and last values.
 
-    output: the file or folder to which the caller writes all numbers, named in a line below a shortened table.
+    saved_to: the file or folder to which the caller writes all numbers, named in a line below a shortened table.
     """
     folders = {result.folder for result in results}
     several_runs, has_equal_names = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)
@@ -112,7 +112,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         if len(logged := rows["metric"][rows["metric"] != rows["quantity"]].unique()):
             print(abbreviate(f"in metrics.jsonl: {', '.join(logged)}"))
         if omitted_count := len(rows) - len(shown_rows):
-            destination = output or "in a table with -o table.csv"
+            destination = saved_to or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
     if any((result.evaluation.frame["part"] != "").any() for result in results):
         print(

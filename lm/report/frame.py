@@ -10,7 +10,7 @@ import pandas as pd
 
 from lm.errors import RunError
 from lm.files import expand_home
-from lm.report.comparison import arm_label
+from lm.report.comparison import normalizer_history_label
 from lm.runs.evaluations import Evaluation, chance_level, evaluation_files, evaluation_rows, load_evaluation
 from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, SWAPPED_FOLDER
 from lm.runs.record import RunRecord, read_run
@@ -117,7 +117,7 @@ def run_columns(record: RunRecord) -> dict[str, Any]:
         "run": record.name,
         "folder": str(record.folder),
         "experiment": experiment.get("name"),
-        "arm": experiment.get("arm") or arm_label(record),
+        "arm": experiment.get("arm") or normalizer_history_label(record),
         "size": experiment.get("size"),
         "stage": experiment.get("stage"),
         "rate": experiment.get("rate") or record.flat_config.get("optim.lr"),

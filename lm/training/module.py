@@ -78,7 +78,7 @@ class LanguageModel(L.LightningModule):
         """Return the loss (nats, scalar) of a micro-batch. It is scaled so that the gradient accumulated in a step is
         the gradient of the step's mean loss over tokens.
         """
-        loss = self.decoder.loss(batch)
+        loss = self.decoder.summed_loss(batch)
         self.sequence_length = batch.tokens.size(1)
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
         n_targets = (batch.targets != NO_TARGET).sum() if has_ignored else loss.new_full((), batch.targets.numel())

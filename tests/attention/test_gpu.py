@@ -15,7 +15,7 @@ from lm.attention import catalogue, gpu_kernels
 from lm.attention.contract import random_inputs, random_normalizer
 from lm.attention.elementwise_sums import elementwise_attention, why_no_triton
 from lm.attention.layout import AttentionLayout, attend_by_document
-from lm.model.cross_entropy import Head, training_loss
+from lm.model.cross_entropy import Head, summed_training_loss
 from lm.training.lightning_import import L
 from lm.training.train import train
 
@@ -139,7 +139,7 @@ def test_the_gpu_gives_the_cpus_loss_and_gradients():
     for device in ("cpu", "cuda"):
         h, head = hidden.detach().to(device).requires_grad_(), Head(64, 5000, softcap=8.0)
         head.weight = torch.nn.Parameter(weight.to(device))
-        loss = training_loss(h, head, targets.to(device))
+        loss = summed_training_loss(h, head, targets.to(device))
         loss.backward()
         by_device[device] = [loss.item(), h.grad.cpu(), head.weight.grad.cpu()]
     assert by_device["cuda"][0] == pytest.approx(by_device["cpu"][0], rel=1e-5)

@@ -16,7 +16,7 @@ from lm.experiments.compare import costs_by_arm
 from lm.experiments.definition import config_hash, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.model.decoder import Decoder
-from lm.model.spec import count_parameters, count_steps
+from lm.model.spec import count_parameters, steps_of_token_budget
 from lm.training.train import train
 
 FEW = "trainer.tokens_per_parameter=0.05"  # with a vocabulary of 400: 12 steps
@@ -34,8 +34,9 @@ def recorded(config: Config) -> dict[str, object]:
 def test_the_steps_are_those_of_the_vocabulary_and_do_not_depend_on_the_normalizer(tiny):
     soft, qassmax = tiny(FEW, "model.normalizer=softmax"), tiny(FEW, "model.normalizer=qassmax")
     assert counted(soft, 400)["total"] < counted(qassmax, 400)["total"] - 20 * 256, "parameters of a step and more"
-    assert count_steps(soft, 400) == count_steps(qassmax, 400) == -(-counted(soft, 400)["total"] // (20 * 256))
-    assert count_steps(soft, 40000) > count_steps(soft, 400)
+    soft_steps = steps_of_token_budget(soft, 400)
+    assert soft_steps == steps_of_token_budget(qassmax, 400) == -(-counted(soft, 400)["total"] // (20 * 256))
+    assert steps_of_token_budget(soft, 40000) > soft_steps
 
 
 def test_the_run_folder_records_the_steps_and_a_resumed_run_has_the_same(tiny, capsys: pytest.CaptureFixture):
@@ -43,7 +44,7 @@ def test_the_run_folder_records_the_steps_and_a_resumed_run_has_the_same(tiny, c
     whole_run, resumed = tiny(*options, "name=whole"), tiny(*options, "name=resumed", "resume=auto")
     assert train(whole_run) == 0
     shutil.copytree(whole_run.run_folder, resumed.run_folder)
-    steps = count_steps(whole_run, 400)
+    steps = steps_of_token_budget(whole_run, 400)
     assert recorded(whole_run) | {"max_steps": steps, "tokens_per_parameter": None} == recorded(whole_run)
     delete_checkpoints_after(resumed.run_folder, 8)
     assert train(resumed) == 0

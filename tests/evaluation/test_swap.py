@@ -25,7 +25,7 @@ from lm.evaluation.swap import describe_swap, swap_run
 from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
-from lm.model.swapped import score_factors, with_normalizer
+from lm.model.swapped import score_factors_by_length, with_normalizer
 from lm.report.comparison import run_interval
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import logged_means
@@ -81,7 +81,7 @@ def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, ne
 )
 def test_score_factors_are_those_of_the_scores(tiny, options: object):
     model = decoder(tiny, options)
-    factors = score_factors(model, [1, 16, 32])
+    factors = score_factors_by_length(model, [1, 16, 32])
     for layer, normalizer in enumerate(model.normalizers()):
         q, k = torch.randn(2, 1, 2, 32, normalizer.layer.head_size, generator=torch.Generator().manual_seed(0)).unbind(
             0
@@ -95,7 +95,7 @@ def test_score_factors_are_those_of_the_scores(tiny, options: object):
 
 def test_layers_with_other_scores_have_no_score_factors_and_the_others_are_still_compared(tiny):
     old = decoder(tiny, kinds.LayerList([opt.Cosine(), opt.Window(4)]))
-    assert score_factors(old, [16]).isnan().tolist() == [[[True, True], [False, False]]]
+    assert score_factors_by_length(old, [16]).isnan().tolist() == [[[True, True], [False, False]]]
     lines, warning = describe_swap(old, with_normalizer(old, kinds.LayerList([opt.Cosine(), opt.SSMax(init=0.9)])), 4)
     assert lines[-1] == "factor on the scores at n = 32, layers 1: 1 -> 3.12"
     assert "3.1 times the old one at n = 32" in warning

@@ -46,7 +46,8 @@ def test_intervals_and_p_are_scipys(design):
             table_of(runs if design != "against a number" else {"arm": arm}),
             **{"better": None, "unpaired": False, "target": None} | options,
             **{"metric": "", "matters": 0.01, "baseline": None, "condition": "", "split_columns": ()},
-            **{"arm": "arm", "seed": "seed"},
+            arm_column="arm",
+            seed_column="seed",
         ).verdicts.values()
         if design == "against a number":
             expected = stats.ttest_1samp(arm, 3.28)

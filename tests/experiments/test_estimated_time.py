@@ -46,5 +46,5 @@ def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
     )
     lines = "\n".join(plan_lines(procedure, [()]))
     assert "\n12 runs, " in lines
-    assert procedure.count_runs("") == {"softmax": 9, "as-it-is": 3}
+    assert procedure.count_runs_by_arm("") == {"softmax": 9, "as-it-is": 3}
     assert len(finish_all_runs(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known_runs()) == 12

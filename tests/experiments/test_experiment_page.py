@@ -114,7 +114,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     for name, kinds in [*((name, ("csv",)) for name in tables), *((name, ("svg",)) for name in pictures)]:
         assert {f"{name}.{kind}" for kind in kinds} <= links
     assert escape(procedure.experiment.command) in html
-    for run in procedure.final_runs(""):
+    for run in procedure.final_runs_at_judged_rates(""):
         assert f"{run.label} (finished)" in words
 
 
@@ -159,7 +159,7 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
     procedure = sized(tmp_path)
     judgement = procedure.judgement()
     line, _ = trends_over_sizes(procedure, judgement)
-    runs = {(size, arm): judgement.judged_values(size, arm) for size in "abc" for arm in ("softmax", "ssmax")}
+    runs = {(size, arm): judgement.values_at_judged_rate(size, arm) for size in "abc" for arm in ("softmax", "ssmax")}
     differences = np.array([np.subtract(runs[size, "ssmax"], runs[size, "softmax"]) for size in "abc"])
     slopes = [np.polyfit([0, 2, 3], seed, 1)[0] for seed in differences.T]  # in doublings of parameters
     expected = ttest_1samp(slopes, 0).confidence_interval(0.95)
@@ -187,7 +187,7 @@ def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
         page = write_page(Procedure(procedure.experiment), tmp_path / "out")
     paths = [folder / name for (folder, name, _), _ in first.call_args_list]
     assert sorted(paths) == sorted(tmp_path.glob("runs/**/evaluations/*.csv")), "each file once"
-    write_report([run.config.run_folder for run in procedure.final_runs("")], tmp_path / "report")
+    write_report([run.config.run_folder for run in procedure.final_runs_at_judged_rates("")], tmp_path / "report")
 
     def numbers(path: Path) -> dict[str, dict[str, str]]:
         tables = ("Summary", "Validation at the training length", "Differences to softmax")

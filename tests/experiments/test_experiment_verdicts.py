@@ -321,7 +321,7 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     }
     procedure = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
     trained_folders = set[Path]()
-    n_planned = procedure.count_runs("")
+    n_planned = procedure.count_runs_by_arm("")
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.has_ended]:
         assert all(
             run.source_run is None
@@ -335,9 +335,9 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     from_others = [run for run in procedure.known_runs() if run.source_run]
     assert all((run.source_run.seed, run.source_run.stage) == (run.seed, run.stage) for run in from_others)
     assert {*procedure.tuning_runs("")["arm"]} == {"softmax", "more", "longer"}, "others choose no rate"
-    assert procedure.count_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
-    assert sum(procedure.count_runs("").values()) == len(procedure.known_runs())
-    assert n_planned == procedure.count_runs("")
+    assert procedure.count_runs_by_arm("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
+    assert sum(procedure.count_runs_by_arm("").values()) == len(procedure.known_runs())
+    assert n_planned == procedure.count_runs_by_arm("")
 
 
 def test_the_noise_of_an_experiments_final_runs_is_said_in_the_plan_and_on_the_page(tmp_path):
@@ -346,7 +346,7 @@ def test_the_noise_of_an_experiments_final_runs_is_said_in_the_plan_and_on_the_p
         experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}),
         lambda run: values.setdefault(run.config.run_folder, float(grid.normal(3.0, 0.1))),
     )
-    judged = [procedure.judgement().judged_values("", arm) for arm in ("softmax", "ssmax")]
+    judged = [procedure.judgement().values_at_judged_rate("", arm) for arm in ("softmax", "ssmax")]
     noise = f"oise: single runs scatter by {math.sqrt(np.var(judged, axis=1, ddof=1).mean()):.3g} ("
     paired = f", differences paired by seed by {np.std(np.subtract(*judged), ddof=1):.3g} ("
     planned = next(line for line in plan_lines(procedure, [()]) if "scatter" in line)

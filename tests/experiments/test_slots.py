@@ -17,7 +17,7 @@ from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
 from lm.experiments.procedure import Procedure
 from lm.experiments.trainer import ExperimentTrainer, device_slots
-from lm.model.device import count_gpus, visible_gpu_names
+from lm.model.device import count_gpus, visible_gpu_ids
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ WIDE = {
 )
 def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, count, visible, names):
     gpus(count, visible)
-    assert visible_gpu_names() == names
+    assert visible_gpu_ids() == names
     assert device_slots(opened(tmp_path).experiment, None, 1) == [(name,) for name in names] or [()]
     assert len(device_slots(opened(tmp_path).experiment, 1, 2)) == 1
 

@@ -459,7 +459,7 @@ def test_gradients_are_ours_with_blocks_recomputed(reentrant: bool, tmp_path: Pa
     model, sample = of_transformers(folder).train(), tokens()[:, :65]
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model(sample, labels=sample).loss.backward()
-    decoder.loss(Batch.from_sequences(sample)).div(2 * 64).backward()
+    decoder.summed_loss(Batch.from_sequences(sample)).div(2 * 64).backward()
     parameters, names = dict(decoder.named_parameters()), dict(model.named_parameters())
     for name, parameter in parameters.items():
         exported_parameter = names["lm_head.weight" if name == "head.weight" else f"model.{name}"]

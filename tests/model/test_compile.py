@@ -48,12 +48,12 @@ def test_layers_that_are_alike_share_their_graphs_and_later_steps_make_none(tiny
     graphs = []
     for n_layer in (2, 3):
         decoder = Decoder(tiny(*NARROW, *MODELS[name], f"model.n_layer={n_layer}").model, 50, 12)
-        expected = decoder.loss(batch())
+        expected = decoder.summed_loss(batch())
         decoder.compile_blocks(n_lengths=1)
         torch._dynamo.reset()
         counter.clear()
         for _ in range(2):
-            loss = decoder.loss(batch())
+            loss = decoder.summed_loss(batch())
             torch.testing.assert_close(loss, expected)
             graphs.append(counter.frame_count)
     first, *_, last = graphs
@@ -67,15 +67,15 @@ def test_each_length_is_a_graph_and_evaluations_are_eager(tiny, counter):
     decoder = Decoder(tiny(*NARROW).model, 50, 32)
     decoder.compile_blocks(n_lengths=2)
     for length in (8, 16, 8, 16):
-        decoder.loss(batch(length))
+        decoder.summed_loss(batch(length))
     count = counter.frame_count
     decoder.eval()
-    decoder.loss(batch(24))
+    decoder.summed_loss(batch(24))
     with torch.no_grad():
-        decoder.loss(batch(8))
+        decoder.summed_loss(batch(8))
     assert counter.frame_count == count
     decoder.train()
-    decoder.loss(batch(8))
+    decoder.summed_loss(batch(8))
     assert counter.frame_count == count
 
 

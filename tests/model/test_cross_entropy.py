@@ -6,7 +6,14 @@ import torch.nn.functional as F
 
 from lm.config.model_config import ModelConfig
 from lm.data.batches import NO_TARGET, Batch
-from lm.model.cross_entropy import LOGITS_IN_CACHE, LOGITS_PER_CHUNK, Head, argmax_tokens, token_nll, training_loss
+from lm.model.cross_entropy import (
+    LOGITS_IN_CACHE,
+    LOGITS_PER_CHUNK,
+    Head,
+    argmax_tokens,
+    summed_training_loss,
+    token_nll,
+)
 from lm.model.decoder import Decoder
 from scripts.tensor_memory import TensorMemory
 
@@ -32,7 +39,7 @@ def test_chunked_losses_equal_plain_ones_with_their_gradients(
     logits = hidden.double() @ head.weight.double().t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     nll = F.cross_entropy(logits, targets, reduction="sum", ignore_index=NO_TARGET)
-    loss = training_loss(hidden, head, targets)
+    loss = summed_training_loss(hidden, head, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), nll, rtol=1e-5, atol=0)
     grads = (torch.autograd.grad(total * 0.3, [hidden, head.weight]) for total in (loss, nll))
@@ -46,9 +53,9 @@ def test_chunked_losses_equal_plain_ones_with_their_gradients(
 def test_loss_in_bf16_autocast_is_near_the_exact_one():
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 500, 64)
     sequences = torch.randint(500, (4, 65), generator=torch.Generator().manual_seed(0))
-    exact = decoder.loss(Batch.from_sequences(sequences)).item()
+    exact = decoder.summed_loss(Batch.from_sequences(sequences)).item()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = decoder.loss(Batch.from_sequences(sequences))
+        loss = decoder.summed_loss(Batch.from_sequences(sequences))
     loss.backward()
     assert loss.item() == pytest.approx(exact, rel=1e-3)
     assert decoder.head.weight.grad.dtype == torch.float32
@@ -64,7 +71,7 @@ def test_the_faster_cap_on_bf16_logits_is_as_near_to_fp64_as_tanh(monkeypatch: p
         del head.weight
         head.weight = leaves[1]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = training_loss(leaves[0], head, targets)
+            loss = summed_training_loss(leaves[0], head, targets)
         return [x.double().flatten() for x in (loss, *torch.autograd.grad(loss, leaves))]
 
     exact, fast = loss_and_gradients(torch.float64, False), loss_and_gradients(torch.float32, True)
@@ -81,6 +88,6 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
     hidden, head = torch.randn(4096, 16, requires_grad=True), head_of(torch.randn(1000, 16), softcap=3.0)
     targets = torch.randint(1000, (4096,))
     with TensorMemory() as memory:
-        training_loss(hidden, head, targets).backward()
+        summed_training_loss(hidden, head, targets).backward()
         token_nll(hidden, head, targets)
     assert memory.peak_bytes < 4096 * 1000

@@ -101,7 +101,9 @@ def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
         assert other.config == decoder.config
         with torch.no_grad():
             assert torch.equal(other(tokens()), decoder(tokens()))
-            assert torch.equal(other.loss(Batch.from_sequences(tokens())), decoder.loss(Batch.from_sequences(tokens())))
+            assert torch.equal(
+                other.summed_loss(Batch.from_sequences(tokens())), decoder.summed_loss(Batch.from_sequences(tokens()))
+            )
 
 
 # ---------------------------------------------------------------- each by its formula

@@ -51,7 +51,7 @@ def test_every_shape_is_causal_trains_and_gives_each_parameter_a_gradient(change
     other_sequences = sequences.clone()
     other_sequences[:, 10:] = (other_sequences[:, 10:] + 1) % 50
     assert torch.equal(decoder(other_sequences[:, :-1])[:, :10], hidden[:, :10])
-    decoder.loss(Batch.from_sequences(sequences)).backward()
+    decoder.summed_loss(Batch.from_sequences(sequences)).backward()
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
@@ -220,7 +220,7 @@ def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str)
     answers[0, 20:], answers[1, [19, 23]] = True, True
     batch = Batch.from_sequences(torch.randint(50, (2, 25), generator=torch.Generator().manual_seed(0)), answers)
     assert batch.first_target_index == 19
-    part_loss, full_loss = (model.loss(part) for part in (batch, batch._replace(first_target_index=0)))
+    part_loss, full_loss = (model.summed_loss(part) for part in (batch, batch._replace(first_target_index=0)))
     assert part_loss.item() == pytest.approx(full_loss.item(), rel=1e-6)  # its sum is in fp32
     parameters = dict(model.named_parameters())
     part_grads, full_grads = (
@@ -355,6 +355,6 @@ def test_p_n_is_one_table_for_all_layers_and_starts_as_softmax():
     assert torch.equal(model.logits(tokens), softmax.logits(tokens))
     names = [name for name, _ in model.named_parameters() if name.endswith(".p")]
     assert names == ["blocks.0.attention.normalizer.p"]
-    model.loss(Batch.from_sequences(tokens)).backward()
+    model.summed_loss(Batch.from_sequences(tokens)).backward()
     assert abs(first.p.grad[0]) < 1e-8  # one key: nothing to weigh
     assert (first.p.grad[1:].abs() > 1e-8).all()

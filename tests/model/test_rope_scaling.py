@@ -32,7 +32,7 @@ from lm.config.model_config import (
 )
 from lm.data.batches import Batch
 from lm.errors import ConfigError
-from lm.huggingface.fields import write_rope
+from lm.huggingface.fields import rope_parameters_value
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.rope import frequencies, rope_rotation
@@ -52,7 +52,7 @@ SCALINGS = [
 def test_frequencies_are_those_of_transformers(scaling: TrainedScaling, theta: float):
     rope = Rope(theta=theta, scaling=scaling)
     config = LlamaConfig(
-        hidden_size=128, num_attention_heads=2, max_position_embeddings=900, rope_parameters=write_rope(rope)
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=900, rope_parameters=rope_parameters_value(rope)
     )
     expected, amplitude = ROPE_INIT_FUNCTIONS[scaling.name](config, torch.device("cpu"))
     actual = frequencies(64, rope, NO_SCALING, 900, 900)
@@ -77,7 +77,7 @@ def test_an_inference_setting_rescales_the_model_as_it_was_trained(scaling: Trai
     head_size, trained_length, length = 64, 900, 2700
     rope, s = Rope(theta=1e4, scaling=scaling), getattr(inference, "factor", None) or length / trained_length
     base_factor = {"theta": s, "ntk": s ** (head_size / (head_size - 2))}.get(inference.name, 1.0)
-    fields = write_rope(replace(rope, theta=rope.theta * base_factor))
+    fields = rope_parameters_value(replace(rope, theta=rope.theta * base_factor))
     config = LlamaConfig(
         hidden_size=128, num_attention_heads=2, max_position_embeddings=trained_length, rope_parameters=fields
     )

@@ -158,7 +158,7 @@ def test_the_baseline_is_chosen_by_run_arm_or_normalizer(report_runs):
 def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
     folders = [build_run(tmp_path, "soft", align=False), build_run(tmp_path, "scalable", "ssmax", align=False)]
     difference = compare_runs([read_run(folder) for folder in folders]).differences[1]
-    assert re.search(r"positions 282-512", difference.description)
+    assert re.search(r"positions 282-512", difference.metric_in_words)
     assert difference.interval
 
 

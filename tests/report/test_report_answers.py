@@ -49,7 +49,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     differences = compare_folders(*folders)[1]
     assert differences[RECALL].interval.mean == pytest.approx(0.5)
     assert differences[RECALL].interval.low < 0.49
-    assert "accuracy, mqar in sequences of 512" in differences[RECALL].description
+    assert "accuracy, mqar in sequences of 512" in differences[RECALL].metric_in_words
     assert differences[RECALL].interval.noise_source == differences[NEEDLE].interval.noise_source == "sequences, 1 seed"
 
 
@@ -151,4 +151,4 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
     edit_evaluation(folders[1], "recall", lambda rows: reverse(rows, 64))
     difference = compare_folders(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
-    assert "in sequences of 64" in difference.description
+    assert "in sequences of 64" in difference.metric_in_words

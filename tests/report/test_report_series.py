@@ -19,7 +19,11 @@ def probe(rng: np.random.Generator, level: float) -> pd.DataFrame:
 
     def measured(name: str, columns: int, units: int = 40) -> dict[str, object]:
         values = level + rng.normal(0, 0.1, (units, columns))
-        return {"values": values, "units": sampling_unit_frame(name, np.arange(units)), "setting": "as trained"}
+        return {
+            "values": values,
+            "units": sampling_unit_frame(name, np.arange(units)),
+            "inference_setting": "as trained",
+        }
 
     sparsity = Metric("probe/sparsity", "bits", "higher", quantity="sparsity", units="documents", interval=True)
     words = {"title": "Sparsity of attention", "measured_on": "probe sequences", "amount": "40 of 64 tokens"}
@@ -32,7 +36,7 @@ def probe(rng: np.random.Generator, level: float) -> pd.DataFrame:
     return pd.concat(
         [
             metric_rows(number, **measured("n", 1)),
-            metric_rows(bins, **measured("b", 3), x=[0, 64, 128], until=[64, 128, 256]),
+            metric_rows(bins, **measured("b", 3), x=[0, 64, 128], bin_ends=[64, 128, 256]),
             *(metric_rows(points, **measured(f"p{x}", 1, 10 + int(2 * x)), x=[x], task="books") for x in (0.0, 0.5)),
         ],
         ignore_index=True,
@@ -51,7 +55,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     comparison, _ = compare_folders(*folders)
     titles = [table.title for table in comparison_tables(comparison)]
     assert {"Sparsity of attention", "Sparsity of attention in training lengths", "Reach by depth"} < set(titles)
-    intervals = {difference.description: difference.interval for difference in comparison.differences}
+    intervals = {difference.metric_in_words: difference.interval for difference in comparison.differences}
     for label in (
         "probe/sparsity",
         "sparsity at positions 128-256, as trained",

@@ -11,7 +11,7 @@ from reported import SEQ_LEN, build_run, write_report
 
 import lm
 from lm.experiments.run_outcome import Outcome
-from lm.report.comparison import arm_label, compare_runs
+from lm.report.comparison import compare_runs, normalizer_history_label
 from lm.report.comparison_pictures import LOSS_TITLES, curves_picture, drawn_runs
 from lm.report.comparison_tables import run_properties
 from lm.report.html import write_comparison
@@ -38,7 +38,7 @@ def test_a_run_is_read_whole(report_runs):
 def test_the_label_of_a_swapped_run_names_the_init_of_new_parameters_where_there_is_one(init: str | None, words: str):
     entries = {"swap.normalizer": "softmax", "swap.init": init}
     run = SimpleNamespace(phase_normalizers=[(0, {"name": "log_n"})], config={}, environment_entry=entries.get)
-    assert arm_label(run) == f"softmax -> log_n after training{words}"
+    assert normalizer_history_label(run) == f"softmax -> log_n after training{words}"
 
 
 def test_the_last_evaluation_counts(report_runs):

@@ -44,7 +44,7 @@ def by_length(options: str = "", setting: str = "") -> pd.DataFrame:
     about = Metric("", "fraction", "higher", "", "accuracy", "questions", True, lengths, options=options)
     return pd.concat(
         [
-            metric_rows(about, np.full((count, 1), 0.5), units, [length], task="needle", setting=setting)
+            metric_rows(about, np.full((count, 1), 0.5), units, [length], task="needle", inference_setting=setting)
             for length, count in ((64, 2), (128, 5))
             for units in [sampling_unit_frame(f"{length}", np.arange(count), np.full(count, 8))]
         ]

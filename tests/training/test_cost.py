@@ -30,7 +30,7 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
         for _ in range(2):
             for number in range(config.sequences_per_rank // config.micro_batch):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    loss = decoder.loss(
+                    loss = decoder.summed_loss(
                         Batch.from_sequences(torch.randint(vocab_size, (config.micro_batch, config.data.seq_len + 1)))
                     )
                 if number == 0:

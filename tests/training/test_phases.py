@@ -19,7 +19,7 @@ from processes import run_command, run_ranks
 from lm.data.batches import train_sequences
 from lm.data.prepare import prepare
 from lm.errors import ConfigError
-from lm.report.comparison import arm_label
+from lm.report.comparison import normalizer_history_label
 from lm.runs.loading import load
 from lm.runs.record import read_run
 from lm.training.train import train
@@ -74,7 +74,7 @@ def test_n_and_m_go_by_the_first_length_and_the_model_has_the_last_positions(tin
     assert model.decoder.seq_len == model.spec.seq_len == 32
     assert model.decoder.config.position.theta == 40000
     assert {normalizer.layer.train_length for normalizer in model.decoder.normalizers()} == {32}
-    assert arm_label(read_run(config.run_folder)) == "log_n"
+    assert normalizer_history_label(read_run(config.run_folder)) == "log_n"
 
 
 @pytest.mark.slow
