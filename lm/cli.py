@@ -145,7 +145,7 @@ def _failure_message(error: BaseException) -> str:
         return f"{text}: {_MEMORY_REMEDIES.get(''.join(sys.argv[1:2]), other_remedy)}"
     if cut_short := re.search(r"ImportError: (\S+\.so): ", str(error)):
         return f"{cut_short[1]}: compiled code that can't be loaded, as after a kill: delete it, and start again"
-    failure, command = PLUGINS.locate_failure(error)
+    failure, command = PLUGINS.failure_and_check_command(error)
     return failure and f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {command}"
 
 

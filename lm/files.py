@@ -107,8 +107,13 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
+LockProblem = str  # why nothing is locked; empty if there is a lock
+
+
 @contextmanager
-def file_lock(path: Path, on_conflict: Callable[[], object], open_flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
+def file_lock(
+    path: Path, on_conflict: Callable[[], object], open_flags: int = os.O_RDWR | os.O_CREAT
+) -> Iterator[LockProblem]:
     """Return a context that holds a lock on a file against other processes. A missing file is created. The lock ends
     with the process at the latest.
 
@@ -142,7 +147,7 @@ def file_lock(path: Path, on_conflict: Callable[[], object], open_flags: int = o
         release()
 
 
-def folder_lock(folder: Path, conflict_message: str) -> AbstractContextManager[str]:
+def folder_lock(folder: Path, conflict_message: str) -> AbstractContextManager[LockProblem]:
     """Return a context that locks a folder as `file_lock` does. If another process has the lock, entering the context
     raises RunError with the text `conflict_message`.
     """
@@ -192,7 +197,6 @@ def read_json(path: Path) -> dict[str, Plain]:
 # ---------------------------------------------------------------- sha256 of plain data and of files
 
 
-HASHES_FILE = ".hashes.json"
 # a file changed more recently than this may change again with the same modification time
 _RECENT_CHANGE_NS = 2_000_000_000
 
@@ -215,30 +219,30 @@ class FileHashes:
     """
 
     def __init__(self, root: Path):
-        self.cache_path, self.is_changed, self.hashes = root / HASHES_FILE, False, {}
+        self.cache_path, self.is_changed, self.sha256_by_file_state = root / ".hashes.json", False, {}
         with suppress(RunError):  # a missing or damaged cache: the files are hashed again
-            self.hashes = read_json(self.cache_path)
+            self.sha256_by_file_state = read_json(self.cache_path)
 
     def sha256(self, path: Path) -> str:
         """Return the sha256 of a file, from the cache if possible. Raises DataError if the file can't be read."""
         try:
             status = path.stat()
             changed = max(status.st_mtime_ns, status.st_ctime_ns)
-            name = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
-            if name in self.hashes:
-                return self.hashes[name]
+            file_state = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+            if file_state in self.sha256_by_file_state:
+                return self.sha256_by_file_state[file_state]
             digest = file_sha256(path)
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
         if time.time_ns() - changed > _RECENT_CHANGE_NS:
-            self.hashes[name], self.is_changed = digest, True
+            self.sha256_by_file_state[file_state], self.is_changed = digest, True
         return digest
 
     def save(self) -> None:
         """Write the cache to disk if it has changed and its folder exists and is writable."""
         if self.is_changed and self.cache_path.parent.is_dir():
             with suppress(RunError):
-                write_text(self.cache_path, json.dumps(self.hashes))
+                write_text(self.cache_path, json.dumps(self.sha256_by_file_state))
 
 
 def source_files_sha256(paths: Iterable[str | Path]) -> str:

@@ -23,7 +23,7 @@ def join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def items_with_paths(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
+def direct_items_with_paths(value: Plain, path: str = "") -> Iterator[tuple[str, Plain]]:
     """Yield (path, item) for each item of a list or map at `path`. For another value, yield this value as the only
     item.
     """
@@ -41,7 +41,7 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
         return {path: plain}
     return {
         key: value
-        for item_path, item in items_with_paths(plain, path)
+        for item_path, item in direct_items_with_paths(plain, path)
         for key, value in flatten(item, item_path).items()
     }
 
@@ -61,7 +61,7 @@ def distinct_names(blocks: list[dict[str, Plain]]) -> list[str]:
     return names
 
 
-def convert_to_type(value_type: type, value: Plain):
+def converted_or_missing(value_type: type, value: Plain):
     """Return `value` as type `value_type`; only int is converted to another type, float.
 
     Return MISSING if `value` can't have the type. This is so if the types differ, an int exceeds 64 bits, a float isn't
@@ -69,14 +69,16 @@ def convert_to_type(value_type: type, value: Plain):
     """
     origin, args = typing.get_origin(value_type), typing.get_args(value_type)
     if origin in (typing.Union, types.UnionType):
-        return next((v for v in (convert_to_type(arg, value) for arg in args) if v is not MISSING), MISSING)
+        return next((v for v in (converted_or_missing(arg, value) for arg in args) if v is not MISSING), MISSING)
     if origin is typing.Literal:
         return value if any(value == arg and type(value) is type(arg) for arg in args) else MISSING
     if origin is list and isinstance(value, list):
-        content = [convert_to_type(args[0], item) for item in value]
+        content = [converted_or_missing(args[0], item) for item in value]
         return MISSING if MISSING in content else content
     if origin is dict and isinstance(value, dict):
-        parts = [convert_to_type(list[arg], [*part]) for arg, part in zip(args, (value, value.values()), strict=True)]
+        parts = [
+            converted_or_missing(list[arg], [*part]) for arg, part in zip(args, (value, value.values()), strict=True)
+        ]
         return MISSING if MISSING in parts else dict(zip(*parts, strict=True))
     if type(value) is int and -(2**63) <= value < 2**63 and value_type in (int, float):
         return value_type(value)

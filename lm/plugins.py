@@ -28,12 +28,12 @@ OptionsGetter = Callable[[type], type]  # returns the class of a plugin's option
 
 
 class Plugin(NamedTuple):
-    """A plugin is an imported normalizer, with its classes, version and digest."""
+    """A plugin is an imported normalizer, with its classes, and digests of its file and package."""
 
     options_class: type  # the dataclass of its options, whose `name` is `package.module:Class`
     normalizer_class: type  # the imported class
-    version: str  # the sha256 of its source file
-    code_digest: str  # digest of the Python and C++ files of its package, computed at its import
+    source_id: str  # `source sha256 ` and 12 digits of its source file's, or `unknown`
+    package_digest: str  # digest of the Python and C++ files of its package, computed at its import
 
 
 class Plugins:
@@ -43,7 +43,7 @@ class Plugins:
 
     def __init__(self) -> None:
         self._allowed_packages: set[str] = set()
-        self._trusts_text = False
+        self._reads_user_text = False
         self._plugins: dict[str, Plugin] = {}
         self._entry_points: dict[str, str] | None = None  # {name: reference}, None before it was needed
 
@@ -58,11 +58,11 @@ class Plugins:
         """Return a context for reading text that the user wrote; within it, every plugin that is named may be
         imported.
         """
-        was_trusting, self._trusts_text = self._trusts_text, True
+        was_trusting, self._reads_user_text = self._reads_user_text, True
         try:
             yield
         finally:
-            self._trusts_text = was_trusting
+            self._reads_user_text = was_trusting
 
     def installed_plugins(self) -> dict[str, str]:
         """Return {name: `package.module:Class`} of the installed entry points, which are read once a process."""
@@ -84,24 +84,24 @@ class Plugins:
         module = reference.partition(":")[0]
         is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed_packages)
         if reference not in self._plugins:
-            if not self._trusts_text and not is_allowed:
+            if not self._reads_user_text and not is_allowed:
                 package = top_level_package(module)
                 remedy = f"--allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 raise PluginUnavailable("is code from outside, which a file names", f"if you trust it: {remedy}")
             self._plugins[reference] = _import_plugin(reference, get_options)
         return self._plugins[reference]
 
-    def versions(self, names: Iterable[str]) -> dict[str, str]:
-        """Return {name: version} of the imported plugins among `names`."""
-        return {name: self._plugins[name].version for name in names if name in self._plugins}
+    def source_ids(self, names: Iterable[str]) -> dict[str, str]:
+        """Return {name: `Plugin.source_id`} of the imported plugins among `names`."""
+        return {name: self._plugins[name].source_id for name in names if name in self._plugins}
 
-    def code_digests(self, names: Iterable[str]) -> dict[str, str]:
-        """Return {name: digest of the package's source code (`Plugin.code_digest`)} of the imported plugins among
+    def package_digests(self, names: Iterable[str]) -> dict[str, str]:
+        """Return {name: digest of the package's source code (`Plugin.package_digest`)} of the imported plugins among
         `names`.
         """
-        return {name: self._plugins[name].code_digest for name in names if name in self._plugins}
+        return {name: self._plugins[name].package_digest for name in names if name in self._plugins}
 
-    def locate_failure(self, error: BaseException) -> tuple[str, str]:
+    def failure_and_check_command(self, error: BaseException) -> tuple[str, str]:
         """Return two texts: the plugin, function, file and line that raised `error`, and the command that checks this
         plugin.
 
@@ -152,8 +152,8 @@ def _import_plugin(reference: str, get_options: OptionsGetter) -> Plugin:
     try:
         digest = source_files_sha256(getattr(package, "__path__", None) or [package.__file__])
         source = inspect.getsourcefile(plugin_class)
-        version = f"source sha256 {file_sha256(Path(source))[:12]}" if source else "unknown"
-        return Plugin(named_options, plugin_class, version, digest)
+        source_id = f"source sha256 {file_sha256(Path(source))[:12]}" if source else "unknown"
+        return Plugin(named_options, plugin_class, source_id, digest)
     except (OSError, AttributeError) as error:  # AttributeError: of code typed in, which is in no file
         raise PluginUnavailable(
             f"can't be read: {error}", "write it into a module, in a folder, not in an archive"

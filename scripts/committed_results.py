@@ -100,7 +100,7 @@ def compare_at_best_rates(
         n_shared_rates=n_shared_rates,
         must_hold_at_all_rates=other_values_chose_rates,
         higher_is_better=higher_is_better,
-        value_bounds=bounds,
+        difference_or_value_bounds=bounds,
     )
 
 
@@ -137,7 +137,9 @@ def trend_table(
     for name, values in values_by_training_part.items():
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
         bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher_is_better else None
-        changes[name] = Comparison(slopes @ [*values.values()], higher_is_better=higher_is_better, value_bounds=bounds)
+        changes[name] = Comparison(
+            slopes @ [*values.values()], higher_is_better=higher_is_better, difference_or_value_bounds=bounds
+        )
     for name, verdict in judge_comparisons(changes, matters).items():
         cells = [
             format_values(values_by_training_part[name][part]) if part in values_by_training_part[name] else ""
@@ -159,4 +161,4 @@ def verdict_text(verdict: Verdict, factor: float = 100, digits: int = 1) -> str:
     """
     mean, low, high = (factor * value for value in verdict.interval.as_list())
     interval = f"[{low:+.{digits}f}, {high:+.{digits}f}] " if math.isfinite(low) and low < high else ""
-    return f"{mean:+.{digits}f} {interval}*{replace(verdict, margin=factor * verdict.margin).statement}*"
+    return f"{mean:+.{digits}f} {interval}*{replace(verdict, margin=factor * verdict.margin).statement_without_seeds}*"

@@ -109,7 +109,7 @@ class RecallResults(ExperimentResults):
                 for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
                     comparisons[arm, rate, length] = Comparison(
-                        differences, higher_is_better=True, value_bounds=ACCURACY_BOUNDS
+                        differences, higher_is_better=True, difference_or_value_bounds=ACCURACY_BOUNDS
                     )
         return judge_comparisons(comparisons, self.matters)
 
@@ -210,7 +210,11 @@ class RecallResults(ExperimentResults):
             draw_percentages(axes, values)
             for row, arm in enumerate(self.arms):
                 verdict = self.verdicts.get((arm, self.rates(arm)[0], self.decisive_lengths[0]))
-                statement = "baseline" if verdict is None else replace(verdict, margin=100 * self.matters).statement
+                statement = (
+                    "baseline"
+                    if verdict is None
+                    else replace(verdict, margin=100 * self.matters).statement_without_seeds
+                )
                 words = statement.partition(":")[0]
                 lowest = 100 * self._accuracy_at_best_rate(arm)[:, -1].min()
                 axes.text(

@@ -533,10 +533,8 @@ HEADLINE_VERDICTS = (
 
 def headline_table() -> str:
     """Return a Markdown table of the verdicts in `HEADLINE_VERDICTS`: accuracies in points, losses in nats."""
-    results, lines = (
-        {result.table_name: result for result in ALL_RESULTS},
-        [["measured", "arm", "minus", "difference", "over"]],
-    )
+    results = {result.table_name: result for result in ALL_RESULTS}
+    lines = [["measured", "arm", "minus", "difference", "over"]]
     for measured, page, place, key in HEADLINE_VERDICTS:
         result, verdict = results[place], results[place].verdicts[key]
         pair = [result.labels[name] for name in result.arm_and_baseline(key)]

@@ -191,7 +191,7 @@ def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Count
             lower_truth = text if question.primary_metric.better == "lower" else -text
             has_false_verdict |= is_false_verdict(verdict.kind, lower_truth, question.primary_metric.matters)
             if not comparison.obstacle:
-                documents = comparison.document_estimate
+                documents = comparison.seed_and_document_estimate
                 wide = comparison.interval_ends(ALPHA, documents) if documents else None
                 ends = [interval.as_list()[1:] for interval in (verdict.unadjusted_interval, verdict.interval)]
                 alone, together = (low - 1e-12 <= text <= high + 1e-12 for low, high in ends)

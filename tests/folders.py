@@ -26,7 +26,7 @@ from lm.runs.evaluations import (
     evaluation_path,
     evaluation_rows,
     load_evaluation,
-    overall_means,
+    means_over_bins,
     point_means,
 )
 from lm.runs.folder import checkpoint_paths, checkpoint_step
@@ -128,7 +128,7 @@ def curves_of(evaluation: Evaluation) -> tuple[Curve, ...]:
     for (about, task, setting), rows in evaluation_rows([evaluation]).groupby(
         CURVE_COLUMNS[1:], sort=False, observed=True
     ):
-        means, overall = point_means(rows), overall_means(rows)
+        means, overall = point_means(rows), means_over_bins(rows)
         logged = dict(zip(overall["metric"], overall["value"], strict=True)) if rows["logged"].any() else {}
         points = [
             PointUnits(
@@ -232,13 +232,7 @@ def run_differences(a: Path, b: Path) -> list[str]:
     """Return the names of what differs, bit for bit, between two runs: losses, weights, optimizer state and facts."""
     names = [
         name
-        for name in (
-            "train/loss",
-            "val/loss",
-            "swap/loss_after",
-            "train/grad_norm",
-            "lr",
-        )
+        for name in ("train/loss", "val/loss", "swap/loss_after", "train/grad_norm", "lr")
         if logged_values(a, name) != logged_values(b, name)
     ]
     first, second = (load_checkpoint(last_checkpoint(folder)) for folder in (a, b))

@@ -469,7 +469,7 @@ def check_promises(
     """Yield (promise, problem) for each check of a normalizer with these options. A problem says what the check finds
     wrong, with a hint; it is empty if the promise is kept.
 
-    `locate_failure` (`lm.plugins.Plugins.locate_failure`) names the code that raised an error. If the first check ends
+    `locate_failure` (`Plugins.failure_and_check_command`) names the code that raised an error. If the first check ends
     in an error other than its own AssertionError, later checks are not run, as each would end in that error.
     """
     for check in CHECKS:

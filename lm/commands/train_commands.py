@@ -30,11 +30,11 @@ def train(arguments: ConfigArguments, allow_plugin: AllowPlugin = None) -> None:
     (`run` if there is none) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
     """
     from lm.config.load import load_config
-    from lm.training.train import refuse_moved_run, train
+    from lm.training.train import refuse_moved_run_folder, train
 
     configuration = load_config(arguments)
     if not any(argument.startswith("name=") for argument in arguments):
-        refuse_moved_run(configuration, arguments)
+        refuse_moved_run_folder(configuration, arguments)
     raise typer.Exit(train(configuration))
 
 
@@ -87,7 +87,10 @@ def metrics(arguments: Annotated[list[str] | None, ConfigArguments.__metadata__[
     from lm.report.tables import Column, Table, print_tables
 
     logged_metrics = metrics_of(load_config(arguments))
-    rows = ((each.pattern, each.unit, each.better, "yes" * each.can_decide, each.meaning) for each in logged_metrics)
+    rows = (
+        (each.name_without_braces, each.unit, each.better, "yes" * each.can_decide, each.meaning)
+        for each in logged_metrics
+    )
     names = ("metric", "unit", "better", "can decide", "meaning")
     cells = zip(names, zip(*rows, strict=True), strict=True)
     print_tables(Table("", "", tuple((Column(name, kind="label"), [*texts]) for name, texts in cells)))
@@ -157,7 +160,7 @@ def check_normalizer(
     results = [
         (part.label(), *result)
         for part in normalizer.layer_options()
-        for result in check_promises(part, PLUGINS.locate_failure)
+        for result in check_promises(part, PLUGINS.failure_and_check_command)
     ]
     for label, promise, breach in results:
         print(f"{label}: {'BROKEN' if breach else 'kept'}: {promise}" + (f": {breach}" if breach else ""))

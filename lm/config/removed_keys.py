@@ -5,7 +5,7 @@ read, and keep their hashes.
 import re
 from collections.abc import Iterator
 
-from lm.plain import Plain, flatten, items_with_paths, join_path
+from lm.plain import Plain, direct_items_with_paths, flatten, join_path
 
 # {path of a key, as in docs/config.md: its default in 0.11.0}; names of runs have a hash of all keys of that version
 REMOVED_HASHED_KEYS: dict[str, Plain] = {
@@ -107,7 +107,7 @@ def removed_hashed_defaults(plain_data: Plain, path: str = "") -> Iterator[tuple
             if parent in (block, f"{block}[{plain_data.get('name')}]"):
                 yield from flatten(value, f"{path}.{name}").items()
     if isinstance(plain_data, dict | list):
-        for item_path, item in items_with_paths(plain_data, path):
+        for item_path, item in direct_items_with_paths(plain_data, path):
             yield from removed_hashed_defaults(item, item_path)
 
 

@@ -17,7 +17,7 @@ from dataclasses import fields as declared_fields
 from lm.attention.options import key as key
 from lm.config.removed_keys import removed_defaults, removed_name_advice
 from lm.errors import ConfigError, PluginUnavailable, Problem, suggest
-from lm.plain import Plain, convert_to_type, is_config_block, items_with_paths, join_path, type_name
+from lm.plain import Plain, converted_or_missing, direct_items_with_paths, is_config_block, join_path, type_name
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
 BOUND_TESTS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
@@ -211,11 +211,11 @@ def _field_value(spec: Field, value: Plain, path: str, problems: list[Problem]):
             return refuse("must be a list of blocks")
         return [
             _build_selected_block(blocks, None, item, item_path, problems)
-            for item_path, item in items_with_paths(content, path)
+            for item_path, item in direct_items_with_paths(content, path)
         ]
     if blocks:
         return None if value is default is None else _build_selected_block(blocks, default, value, path, problems)
-    if (result := convert_to_type(spec.type, value)) is MISSING:
+    if (result := converted_or_missing(spec.type, value)) is MISSING:
         remedy = f"quote it in the YAML ({spec.metadata['help']})" * (spec.type is str)
         return refuse(f"must be {type_name(spec.type)}{removed_name_advice(value)}", remedy)
     limits, values = spec.metadata["limits"], result.values() if isinstance(result, dict) else result
@@ -279,6 +279,6 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
     own_problems = getattr(block, "problems", list)()
     problems = [replace(problem, key_path=join_path(path, problem.key_path)) for problem in own_problems]
     for spec in typed_fields(type(block)):
-        for item_path, item in items_with_paths(getattr(block, spec.name), join_path(path, spec.name)):
+        for item_path, item in direct_items_with_paths(getattr(block, spec.name), join_path(path, spec.name)):
             problems += cross_key_problems(item, item_path) if is_dataclass(item) else []
     return problems

@@ -307,7 +307,7 @@ class Measurement(ABC):
             "data_fingerprint": self.data_fingerprint,
             "precision": "32" if self.measures_in_fp32 else device.precision,
             "weights_sha256": weights_hash,
-            "code": {"lm": measuring_code_digest(), **PLUGINS.code_digests(self.config.normalizer_names)},
+            "code": {"lm": measuring_code_digest(), **PLUGINS.package_digests(self.config.normalizer_names)},
         }
         return json_value(inputs)
 

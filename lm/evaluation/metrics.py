@@ -130,6 +130,7 @@ def metrics_page() -> str:
     lines = [_PAGE_HEAD]
     for metric in (*TRAINING_METRICS, *chain(*(kind.logged_metrics for kind in MEASUREMENT_CLASSES))):
         lines.append(
-            f"| `{metric.pattern}` | {metric.unit} | {metric.better} | {metric.meaning} | {'yes' * metric.can_decide} |"
+            f"| `{metric.name_without_braces}` | {metric.unit} | {metric.better} | {metric.meaning} "
+            f"| {'yes' * metric.can_decide} |"
         )
     return "\n".join(lines) + "\n"

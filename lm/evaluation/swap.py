@@ -193,7 +193,7 @@ def _write_run(
 ) -> None:
     """Write a run folder with one checkpoint of weights, from which no run can be resumed."""
     metadata = {**model.metadata, "format": CHECKPOINT_FORMAT, "config": to_yaml(config), "phase": 0, "best": None}
-    metadata["plugins"] = PLUGINS.versions(config.normalizer_names)
+    metadata["plugins"] = PLUGINS.source_ids(config.normalizer_names)
     path = checkpoint_path(folder / CHECKPOINTS_FOLDER, model.metadata["step"])
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": metadata}, path)
     environment = {**environment, "symbolic": config.data.symbolic, "parameters": count_parameters(decoder)}

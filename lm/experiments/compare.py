@@ -43,15 +43,16 @@ from lm.runs.evaluations import model_selection_mask
 from lm.runs.folder import (
     CONFIG_FILE,
     EVALUATIONS_FOLDER,
+    EXPERIMENT_SETTINGS_FILE,
     METRICS_FILE,
-    RESOLVED_FILE,
     read_environment,
     read_file,
     write_files,
 )
 from lm.runs.record import run_starts
 
-# key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
+# key of the plan in EXPERIMENT_SETTINGS_FILE; the plan is null (unknown) if the file was written after final runs were
+# measured
 PLAN_KEY = "planned"
 _NAME_REMEDY = "give the experiment's file another name, or set runs=..."
 
@@ -138,7 +139,7 @@ def _start_in_job(experiment: Experiment, cluster: Cluster) -> None:
     """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a
     scheduler's job, so that precision, compilation and threads are chosen for the machines that train."""
     prepare(experiment.first_config.data, progress=True)
-    if not (experiment.folder / RESOLVED_FILE).exists():
+    if not (experiment.folder / EXPERIMENT_SETTINGS_FILE).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
         file, overrides = experiment.file, [*experiment.overrides]
         cluster.result(cluster.submit(lambda: start_experiment(read_experiment(file, overrides))))
@@ -176,8 +177,8 @@ def open_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
 
     jobs: the number of runs at a time, on which the number of threads depends.
 
-    Raises RunError: the experiment's folder is a run folder, or the record of the first start (RESOLVED_FILE) is
-    damaged.
+    Raises RunError: the experiment's folder is a run folder, or the record of the first start
+    (EXPERIMENT_SETTINGS_FILE) is damaged.
     """
     if (experiment.folder / CONFIG_FILE).exists():
         raise RunError(f"{experiment.folder}: a run folder; {_NAME_REMEDY}")
@@ -194,7 +195,7 @@ def start_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
     """
     store = prepare(experiment.first_config.data, progress=True)
     procedure = open_experiment(experiment, jobs)  # the vocabulary is known now
-    experiment, file = procedure.experiment, procedure.experiment.folder / RESOLVED_FILE
+    experiment, file = procedure.experiment, procedure.experiment.folder / EXPERIMENT_SETTINGS_FILE
     _check_held_out_text(experiment, store)
     trainer, recorded = experiment.first_config.trainer, _first_start_record(experiment)
     has_measured_runs = has_final_evaluations(experiment)
@@ -229,10 +230,14 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
 
 
 def _first_start_record(experiment: Experiment) -> dict[str, Plain]:
-    """Return what the experiment's first start recorded in RESOLVED_FILE; {} before the first start. Raises RunError:
-    the file was altered."""
+    """Return what the experiment's first start recorded in EXPERIMENT_SETTINGS_FILE; {} before the first start.
+    Raises RunError: the file was altered."""
     folder, advice = experiment.folder, "bring it back: it holds what was planned before the first run"
-    return json.loads(read_file(folder, RESOLVED_FILE, advice)) if (folder / RESOLVED_FILE).exists() else {}
+    return (
+        json.loads(read_file(folder, EXPERIMENT_SETTINGS_FILE, advice))
+        if (folder / EXPERIMENT_SETTINGS_FILE).exists()
+        else {}
+    )
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
@@ -292,8 +297,8 @@ def _note_plan_changes(procedure: Procedure, recorded: dict[str, Plain]) -> None
         return
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
     if plan is None:
-        note = f"exploratory: what was planned before the first run is not known: {RESOLVED_FILE} does not say"
-        procedure.plan_notes, procedure.exploratory_arms = [note], every_arm
+        note = f"what was planned before the first run is not known: {EXPERIMENT_SETTINGS_FILE} does not say"
+        procedure.plan_notes, procedure.exploratory_arms = [f"exploratory: {note}"], every_arm
         return
     changes, sources = _describe_changes(plan, present), {arm.name: arm.source_arm for arm in experiment.arms}
     shared = changes.pop("", [])

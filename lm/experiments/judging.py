@@ -163,7 +163,7 @@ class Judgement:
         """Return the verdicts on all arms but the baseline, by size and arm."""
         baseline, results = self.question.arms[0], judge_comparisons(self.comparisons, self.primary_metric.matters)
         for size_arm in filter(results.__contains__, self.question.exploratory_arms):
-            results[size_arm] = replace(results[size_arm], is_exploratory=True)
+            results[size_arm] = replace(results[size_arm], plan_changed_after_results=True)
         # the finished runs that did not learn: their loss ends above the unigram cross-entropy
         has_note = {*np.flatnonzero(self._finished_mask & (self.run_columns["note"] != ""))}
         for (size, arm), verdict in results.items() if has_note else ():
@@ -227,15 +227,16 @@ class Judgement:
             if all(levels := dict.fromkeys(self.run_columns["unlearned"][run] for run in runs)):
                 words = f"no run of either arm is better than {', '.join(levels)}"
                 obstacle = "not learned", words, words
-        document_estimate = None
+        seed_and_document_estimate = None
         if not question.unpaired_with_baseline and n_seeds:
-            document_estimate = self._document_estimate(*sides)
+            seed_and_document_estimate = self._seed_and_document_estimate(*sides)
         return Comparison(
             differences, place, sum(rate in shared_rates for rate in baseline_runs) or None,
             question.must_hold_at_all_rates,
-            higher_is_better=self.primary_metric.better == "higher", value_bounds=self._difference_or_value_bounds,
+            higher_is_better=self.primary_metric.better == "higher",
+            difference_or_value_bounds=self._difference_or_value_bounds,
             unpaired_values=tuple(values) if question.unpaired_with_baseline else None,
-            document_estimate=document_estimate, obstacle=obstacle,
+            seed_and_document_estimate=seed_and_document_estimate, obstacle=obstacle,
         )  # fmt: skip
 
     def _arm_and_baseline_runs(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
@@ -283,7 +284,7 @@ class Judgement:
             if rate in permanent_rates or all(self.run_columns["state"][run] != DIVERGED_KEY for run in rate_runs)
         }
 
-    def _document_estimate(self, arm_runs: np.ndarray, baseline_runs: np.ndarray) -> Estimate | None:
+    def _seed_and_document_estimate(self, arm_runs: np.ndarray, baseline_runs: np.ndarray) -> Estimate | None:
         """Return the estimate, over seeds and documents, of the mean difference between paired runs of an arm and the
         baseline. None if units don't belong to documents.
 
@@ -355,11 +356,11 @@ class Judgement:
         }  # fmt: skip
         if arm != question.arms[0]:
             verdict = self.verdicts[size, arm]
-            entry |= {"verdict": verdict.label, "words": verdict.full_statement, "reason": verdict.reason}
+            entry |= {"verdict": verdict.kind_label, "words": verdict.statement_with_seeds, "reason": verdict.reason}
             intervals = {
                 "difference": verdict.interval,
                 "alone": verdict.unadjusted_interval,
-                "over_seeds_and_documents": verdict.document_interval,
+                "over_seeds_and_documents": verdict.seed_and_document_interval,
             }
             entry |= {name: interval and json_value(interval.as_list()) for name, interval in intervals.items()}
             entry["p"] = verdict.p if verdict.seed_count else None
@@ -435,7 +436,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     columns = column("size", [entry["size"] or None for entry in entries], kind="label")
     columns += column("arm", [entry["arm"] for entry in entries], kind="label")
     # first, so that it is in sight on a narrow screen
-    columns += column("verdict", [verdict and verdict.full_statement for verdict in verdicts], kind="words")
+    columns += column("verdict", [verdict and verdict.statement_with_seeds for verdict in verdicts], kind="words")
     columns += column(
         question.rate_heading, [None if entry["rate"] is None else f"{entry['rate']:g}" for entry in entries]
     )
@@ -453,7 +454,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     )
     columns += column(
         "on other text of the kind",
-        [verdict and verdict.document_interval for verdict in verdicts],
+        [verdict and verdict.seed_and_document_interval for verdict in verdicts],
         "interval over seeds and documents, all together 95%",
         "difference",
     )

@@ -226,16 +226,16 @@ def answer_cards(judgement: Judgement) -> list[VerdictCard]:
             cards.append(VerdictCard(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval:
-            positions = (4 + 92 * (np.array([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist()
+            percents = (4 + 92 * (np.array([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist()
             # the words end with seeds
             noise_source = "" if interval.noise_source == f"{verdict.seed_count} seeds" else interval.noise_source
             value, ends = DIFFERENCE_COLUMN.mean_text(interval.mean), DIFFERENCE_COLUMN.ends_text(interval)
-            effect = effect_name, value, ends, noise_source, positions if interval.is_bounded else None, labels
+            effect = effect_name, value, ends, noise_source, percents if interval.is_bounded else None, labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad", "not learned": "bad"}.get(verdict.kind, "")
         reason = (
             "" if verdict.reason == verdict.no_answer_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         )
-        cards.append(VerdictCard(name, verdict.full_statement, reason, tone, *effect))
+        cards.append(VerdictCard(name, verdict.statement_with_seeds, reason, tone, *effect))
     return cards
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, TrainedYarn
 from lm.errors import RunError, abbreviate, value_text
-from lm.plain import Plain, convert_to_type, type_name
+from lm.plain import Plain, converted_or_missing, type_name
 
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
 # About the file; what a forward pass returns or keeps; training and other heads; tokens, which the tokenizer knows (the
@@ -67,7 +67,7 @@ class ConfigFields:
         value = self._values.get(name)
         if value is None and default is not MISSING:
             return default
-        result = convert_to_type(value_type, value)
+        result = converted_or_missing(value_type, value)
         if result is MISSING:
             text = abbreviate(value_text(value), 60) if name in self._values else "missing"
             raise RunError(f"{self.path}: {name} must be {type_name(value_type)}, not {text}")

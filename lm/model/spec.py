@@ -40,7 +40,7 @@ class ModelSpec:
     @classmethod
     def from_decoder(cls, decoder: Decoder, end_of_text: str, end_tokens: Sequence[str] = ()) -> "ModelSpec":
         """Return the spec of a decoder, with the versions of its normalizers from outside lm."""
-        versions = PLUGINS.versions(options.name for options in decoder.config.normalizer.layer_options())
+        versions = PLUGINS.source_ids(options.name for options in decoder.config.normalizer.layer_options())
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, [*end_tokens], versions)
 
     @classmethod
@@ -81,7 +81,7 @@ class ModelSpec:
         """Return (name, recorded version, imported version) of each normalizer from outside lm whose code has changed
         since it was recorded.
         """
-        versions = PLUGINS.versions(self.plugins).items()
+        versions = PLUGINS.source_ids(self.plugins).items()
         return [(name, self.plugins[name], version) for name, version in versions if self.plugins[name] != version]
 
     def make_decoder(self) -> Decoder:

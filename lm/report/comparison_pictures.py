@@ -101,7 +101,7 @@ def curves_picture(
         metric_titles: titles and labels of the y axis of the metrics, by their names in the log.
         comparison: comparison of the finished runs, from which the reference level is read; None: no level is drawn.
     """
-    swaps = [(run.record, step) for run in runs for step, _ in run.record.phase_normalizers[1:]]
+    swaps = [(run.record, step) for run in runs for step, _ in run.record.start_steps_and_normalizers[1:]]
     swap_tokens = {
         step * (record.flat_config.get("optim.batch_tokens") or 0) + record.tokens_before_run for record, step in swaps
     }
@@ -167,8 +167,8 @@ def curves_picture(
 def section_pictures(comparison: ArmComparison) -> list[Picture | None]:
     """Return a picture for each section, of its metrics along their axis: panels of values and of paired differences to
     the baseline. None for a section without an axis, or with a single place and no reference level."""
-    traces_of_both = [_curve_traces(comparison, shows_differences) for shows_differences in (False, True)]
-    return [_section_picture(comparison, section, *traces_of_both) for section in comparison.sections]
+    traces = [_curve_traces(comparison, shows_differences) for shows_differences in (False, True)]
+    return [_section_picture(comparison, section, *traces) for section in comparison.sections]
 
 
 def _curve_traces(comparison: ArmComparison, shows_differences: bool) -> dict[int, list[Trace]]:
@@ -240,10 +240,12 @@ def _point_interval(
 
 
 def _section_picture(
-    comparison: ArmComparison, section: pd.DataFrame, *traces_of_both: dict[int, list[Trace]]
+    comparison: ArmComparison,
+    section: pd.DataFrame,
+    value_traces: dict[int, list[Trace]],
+    difference_traces: dict[int, list[Trace]],
 ) -> Picture | None:
-    """Return the picture of a section. `traces_of_both`: traces of values, and of differences, by the metric's index in
-    `metric_names`."""
+    """Return the picture of a section. The traces are given by the metric's index in `metric_names`."""
     title, axis_kind, metric = section[["title", "axis_kind", "about"]].iloc[0]
     metrics, panels = section["about"].unique(), []
     if axis_kind == "number" or (section["place"].nunique() < 2 and not any(metric.references for metric in metrics)):
@@ -261,11 +263,12 @@ def _section_picture(
     x_label = with_unit(metric.axis.name, metric.axis.unit)
     for index, metric_rows in section.groupby("name", sort=False):
         name = comparison.metric_names[index]
-        values, differences = (traces.get(index, []) for traces in traces_of_both)
-        panel_title, y_range, note = f"{title}: {', '.join((name.quantity, *name.task_and_setting))}", (-0.03, 1.03), ""
+        values, differences = value_traces.get(index, []), difference_traces.get(index, [])
+        name_text, y_range, note = ", ".join((name.quantity, *name.task_and_setting)), (-0.03, 1.03), ""
+        panel_title = f"{title}: {name_text}"
         if metric.unit != "fraction":
             ends = [end for trace in values for end in (trace.y, trace.low, trace.high) if end is not None]
-            y_range, note = _y_range(", ".join((name.quantity, *name.task_and_setting)), ends, level and level[1])
+            y_range, note = _y_range(name_text, ends, level and level[1])
         sentences.append(note)
         for kind, traces in (("Bands", values), ("Bands of differences", differences)):
             sources = dict.fromkeys(trace.noise_source for trace in traces if trace.noise_source)
@@ -316,7 +319,11 @@ def task_heat_maps(comparison: ArmComparison) -> list[Picture]:
 def _arm_heat_map(arm: str, means: pd.DataFrame) -> HeatMap:
     """Return a heat map of an arm: a row for each task, a column for each point, cells with means over runs."""
     metric, tasks = means["about"].iloc[0], means["task"].unique()
-    table = grouped_mean(means, ["task", "x"]).pivot(index="task", columns="x", values="value").reindex(tasks)
+    table = (
+        grouped_mean(means, ["task", "x"], np.ones(len(means)))
+        .pivot(index="task", columns="x", values="value")
+        .reindex(tasks)
+    )
     top = 1.0 if metric.interval else float(np.nanmax(table))
     return HeatMap(
         arm, with_unit(metric.axis.name, metric.axis.unit), [*map(axis_text, table)], list(tasks), table.to_numpy(), top

@@ -112,12 +112,13 @@ def _short_unit(unit: str) -> str:
 def _difference_table(comparison: ArmComparison, differences: list[Difference]) -> Table:
     """Return a table of differences. Differences whose intervals cover different sources of noise, such as `3 seeds`
     and `documents, 1 seed`, stand in different columns."""
-    columns: list[FilledColumn] = [
-        (Column("arm", kind="label"), [difference.arm for difference in differences]),
-        (Column("metric", kind="label"), [difference.metric_in_words for difference in differences]),
-        (Column("measured in", kind="label"), [_short_unit(difference.metric.unit) for difference in differences]),
-        (Column("better", kind="label"), [BETTER_SIDE_OF_ZERO[difference.metric.better] for difference in differences]),
-    ]
+    labels = {
+        "arm": [difference.arm for difference in differences],
+        "metric": [difference.metric_in_words for difference in differences],
+        "measured in": [_short_unit(difference.metric.unit) for difference in differences],
+        "better": [BETTER_SIDE_OF_ZERO[difference.metric.better] for difference in differences],
+    }
+    columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items()]
     intervals = [difference.interval for difference in differences]
     for noise_source in dict.fromkeys(interval.noise_source for interval in intervals):
         cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
@@ -311,5 +312,6 @@ def _normalizer_text(run: RunRecord) -> str:
     """Return text on the normalizer of each training phase of a run: formula, source, and options that aren't the
     defaults."""
     return "; then ".join(
-        f"{f'from step {step}: ' if step else ''}{description(options)}" for step, options in run.phase_normalizers
+        f"{f'from step {step}: ' if step else ''}{description(options)}"
+        for step, options in run.start_steps_and_normalizers
     )

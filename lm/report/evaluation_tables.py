@@ -14,7 +14,7 @@ from lm.errors import abbreviate
 from lm.plain import Plain
 from lm.report.comparison import NO_INTERVAL_REASON, merge_bins_into_ranges, run_interval
 from lm.report.tables import Column, FilledColumn, Table, axis_text, number_text, print_tables, table_bytes
-from lm.runs.evaluations import CURVE_COLUMNS, Evaluation, Metric, evaluation_rows, overall_means, point_means
+from lm.runs.evaluations import CURVE_COLUMNS, Evaluation, Metric, evaluation_rows, means_over_bins, point_means
 
 MAX_METRIC_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 # most numbers without interval that are printed of one model; of more, curves show their first and last values only
@@ -33,51 +33,50 @@ class EvaluationResult:
 
     @cached_property
     def rows(self) -> list[dict[str, Plain]]:
-        """Return the rows of the evaluation (`result_rows`)."""
-        return result_rows(self.evaluation)
+        """Return all means at points and ranges (`merge_bins_into_ranges`), reference levels, and overall means over
+        bins.
 
+        Keys of a row:
 
-def result_rows(evaluation: Evaluation) -> list[dict[str, Plain]]:
-    """Return all means at points and ranges (`merge_bins_into_ranges`), reference levels, and overall means over bins.
-
-    Keys of a row:
-
-    setting: inference setting; empty: the evaluation has none.
-    where: task and place in words: positions, lengths, depths ...; empty: the whole evaluation.
-    metric: its name in metrics.jsonl, else the quantity.
-    value, low, high: the mean and the ends of its 95 % interval, if it has one.
-    over: what the interval covers, or why there is no interval.
-    quantity: the metric's name in reports; for a reference level `NAME: LEVEL`.
-    curve: the task, if the row is on a curve without intervals, which the terminal may shorten to its ends; else None.
-    """
-    measurements = evaluation_rows([evaluation])
-    units = merge_bins_into_ranges(measurements)
-    indices = units.groupby([*CURVE_COLUMNS, "place"], sort=False, observed=True).indices
-    overall = {_curve_key(mean): mean for mean in overall_means(measurements).itertuples()}
-    rows: list[dict[str, Plain]] = []
-    for key, means in groupby(point_means(units).itertuples(), _curve_key):
-        metric = key[0]
-        for mean in means:
-            is_bin, axis, at = mean.axis_kind == "bins", metric.axis, ""
-            if axis:
-                at = f"{axis_text(mean.x)}-{axis_text(mean.until)}" if is_bin else axis_text(mean.x)
-                at = f"{at} {axis.unit}" if axis.unit else f"{axis.name} {at}"
-            name, has_interval = mean.metric if mean.logged else mean.quantity, metric.interval and not is_bin
-            row = {"setting": mean.setting, "where": ", ".join(filter(None, (mean.task_label, at))), "metric": name}
-            row |= {"value": mean.value, "low": None, "high": None, "over": "", "quantity": mean.quantity}
-            row |= {"curve": None if has_interval else mean.task_label} | ({"metric": mean.quantity} if is_bin else {})
-            levels = [(f"{mean.quantity}: {level}", value) for level, value in metric.references]
-            levels = [row | {"metric": level, "quantity": level, "value": value} for level, value in levels]
-            if has_interval:
-                interval = run_interval(units.iloc[indices[(0, *key, mean.place)]], mean.value)
-                row["over"] = f"no interval: {NO_INTERVAL_REASON}" if np.isfinite(mean.value) else ""
-                if interval and interval.is_bounded:
-                    row |= {"low": interval.low, "high": interval.high, "over": interval.noise_source}
-            rows += [row, *levels]
-        if is_bin:
-            whole = {"where": mean.task_label, "metric": name, "value": overall[key].value, "curve": None}
-            rows.append(row | whole)
-    return rows
+        setting: inference setting; empty: the evaluation has none.
+        where: task and place in words: positions, lengths, depths ...; empty: the whole evaluation.
+        metric: its name in metrics.jsonl, else the quantity.
+        value, low, high: the mean and the ends of its 95 % interval, if it has one.
+        over: what the interval covers, or why there is no interval.
+        quantity: the metric's name in reports; for a reference level `NAME: LEVEL`.
+        curve: the task, if the row is on a curve without intervals, which the terminal may shorten to its ends; else
+            None.
+        """
+        measurements = evaluation_rows([self.evaluation])
+        units = merge_bins_into_ranges(measurements)
+        indices = units.groupby([*CURVE_COLUMNS, "place"], sort=False, observed=True).indices
+        overall = {_curve_key(mean): mean for mean in means_over_bins(measurements).itertuples()}
+        rows: list[dict[str, Plain]] = []
+        for key, means in groupby(point_means(units).itertuples(), _curve_key):
+            metric = key[0]
+            for mean in means:
+                is_bin, axis, at = mean.axis_kind == "bins", metric.axis, ""
+                if axis:
+                    at = f"{axis_text(mean.x)}-{axis_text(mean.until)}" if is_bin else axis_text(mean.x)
+                    at = f"{at} {axis.unit}" if axis.unit else f"{axis.name} {at}"
+                name, has_interval = mean.metric if mean.logged else mean.quantity, metric.interval and not is_bin
+                row = {"setting": mean.setting, "where": ", ".join(filter(None, (mean.task_label, at))), "metric": name}
+                row |= {"value": mean.value, "low": None, "high": None, "over": "", "quantity": mean.quantity}
+                row |= {"curve": None if has_interval else mean.task_label} | (
+                    {"metric": mean.quantity} if is_bin else {}
+                )
+                levels = [(f"{mean.quantity}: {level}", value) for level, value in metric.references]
+                levels = [row | {"metric": level, "quantity": level, "value": value} for level, value in levels]
+                if has_interval:
+                    interval = run_interval(units.iloc[indices[(0, *key, mean.place)]], mean.value)
+                    row["over"] = f"no interval: {NO_INTERVAL_REASON}" if np.isfinite(mean.value) else ""
+                    if interval and interval.is_bounded:
+                        row |= {"low": interval.low, "high": interval.high, "over": interval.noise_source}
+                rows += [row, *levels]
+            if is_bin:
+                whole = {"where": mean.task_label, "metric": name, "value": overall[key].value, "curve": None}
+                rows.append(row | whole)
+        return rows
 
 
 def _curve_key(mean: NamedTuple) -> tuple[Metric, str, str]:

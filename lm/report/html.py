@@ -50,6 +50,7 @@ SELECTION_TEXT_NOTE = (
 )
 PAGE_FILE = "report.html"
 BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "details"]
+BlockContent = str | list[str] | Table | Picture | tuple[str, str]
 
 
 # ---------------------------------------------------------------- the page
@@ -61,7 +62,7 @@ class PageBlock:
     without suffix; empty if it has no files."""
 
     kind: BlockKind
-    content: str | list[str] | Table | Picture | tuple[str, str]
+    content: BlockContent
     name: str = ""
 
 
@@ -72,9 +73,7 @@ class PageSection:
     title: str
     blocks: list[PageBlock] = field(default_factory=list)
 
-    def add_block(
-        self, kind: BlockKind, content: str | list[str] | Table | Picture | tuple[str, str] | None, name: str = ""
-    ) -> None:
+    def add_block(self, kind: BlockKind, content: BlockContent | None, name: str = "") -> None:
         """Append a block, if there is content."""
         if content:
             self.blocks.append(PageBlock(kind, content, name))
@@ -95,7 +94,7 @@ class VerdictCard:
     noise_source: str = ""  # the noise that the interval covers; empty if the verdict names it
     # where mean, ends of the interval, zero and ends of the margin are drawn, in per cent of the drawing's width; None:
     # the effect has no interval
-    drawn_positions: tuple[float, ...] | None = None
+    mean_ends_and_margin_percents: tuple[float, ...] | None = None
     margin_labels: tuple[str, ...] = ()  # labels written under zero and under the ends of the margin
 
 
@@ -169,21 +168,21 @@ def training_summary(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def introduction(runs: Sequence[Sequence[RunRecord]]) -> list[str]:
+def introduction(runs_by_size: Sequence[Sequence[RunRecord]]) -> list[str]:
     """Say what the runs of each model size trained and, of runs on text, what report text and selection text are."""
     has_text = any(
         (evaluation.frame["part"] != "").any()
-        for size_runs in runs
+        for size_runs in runs_by_size
         for run in size_runs
         for evaluation in run.evaluations
     )
-    return [*filter(None, map(training_summary, runs)), *[SELECTION_TEXT_NOTE] * has_text]
+    return [*filter(None, map(training_summary, runs_by_size)), *[SELECTION_TEXT_NOTE] * has_text]
 
 
 def run_sections(
     arm_labels: Sequence[str],
     runs: Sequence[DrawnRun],
-    comparison: ArmComparison | None,
+    finished_comparison: ArmComparison | None,
     model_size: str = "",
     metric_titles: Mapping[str, tuple[str, str]] = LOSS_TITLES,
     tuning_section: PageSection | None = None,
@@ -194,7 +193,7 @@ def run_sections(
     Args:
         arm_labels: labels of all arms, whose order decides their colours.
         runs: the runs that have begun.
-        comparison: the comparison of finished runs; None: there are none.
+        finished_comparison: the comparison of finished runs; None: there are none.
         model_size: prefix of the names of the sections' files, and end of the titles; empty if all runs have one size.
         metric_titles: as in `curves_picture`.
         tuning_section: a section that follows the first.
@@ -202,27 +201,33 @@ def run_sections(
     """
     prefix, suffix = (f"{model_size}-", f", {model_size}") if model_size else ("", "")
     training = PageSection(f"While training{suffix}")
-    training.add_block("picture", curves_picture(arm_labels, runs, metric_titles, comparison), f"{prefix}curves")
+    training.add_block(
+        "picture", curves_picture(arm_labels, runs, metric_titles, finished_comparison), f"{prefix}curves"
+    )
     training.add_block("picture", parameter_picture(arm_labels, runs), f"{prefix}normalizer-parameters")
     sections = [training] if tuning_section is None else [training, tuning_section]
-    if comparison is None:
+    if finished_comparison is None:
         return sections
     headings = ("Measured at the end", "Cost", "What differs, and what does not")
     measured_section, cost_section, shared_section = (PageSection(f"{heading}{suffix}") for heading in headings)
-    tables, pictures = comparison_tables(comparison), section_pictures(comparison)
+    tables, pictures = comparison_tables(finished_comparison), section_pictures(finished_comparison)
     for number, (table, picture) in enumerate(zip(tables, pictures, strict=False), 1):
         measured_section.add_block("picture", picture, f"{prefix}measured-{number}-picture")
         measured_section.add_block("table", table, f"{prefix}measured-{number}")
-    for number, picture in enumerate(task_heat_maps(comparison), 1):
+    for number, picture in enumerate(task_heat_maps(finished_comparison), 1):
         measured_section.add_block("picture", picture, f"{prefix}map-{number}")
     for table in tables[len(pictures) :]:
         measured_section.add_block("table", table, f"{prefix}measured-differences")
-    measured_section.add_block("list", comparison.divergence_notes)
-    cost_section.add_block("table", cost_table(comparison.runs_by_arm, f"What a run took{suffix}"), f"{prefix}cost")
+    measured_section.add_block("list", finished_comparison.divergence_notes)
+    cost_section.add_block(
+        "table", cost_table(finished_comparison.runs_by_arm, f"What a run took{suffix}"), f"{prefix}cost"
+    )
     cost_section.add_block("note", COST_NOTE)
-    if comparison.config_diff:
-        shared_section.add_block("table", configuration_table(comparison, is_omitted), f"{prefix}configuration")
-    shared_section.add_block("table", properties_table(comparison), f"{prefix}environment")
+    if finished_comparison.config_diff:
+        shared_section.add_block(
+            "table", configuration_table(finished_comparison, is_omitted), f"{prefix}configuration"
+        )
+    shared_section.add_block("table", properties_table(finished_comparison), f"{prefix}environment")
     return [*sections, measured_section, cost_section, shared_section]
 
 
@@ -269,6 +274,5 @@ def write_comparison(comparison: ArmComparison, folder: Path) -> Path:
     )
     page = Page(" vs ".join(comparison.runs_by_arm) + run_names, sections, introduction([comparison.runs]))
     table = to_csv(comparison_tables(comparison)).encode()
-    contents = page_files(page, folder) | {folder / "table.csv": table}
-    write_together(contents, "the report")
+    write_together(page_files(page, folder) | {folder / "table.csv": table}, "the report")
     return folder / PAGE_FILE

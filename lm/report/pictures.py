@@ -21,7 +21,7 @@ from lm.report.tables import axis_text
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
 # most characters of all category labels below a panel together; with more, the labels are slanted
-MAX_LABEL_CHARACTERS = 56
+MAX_UNROTATED_TICK_CHARACTERS = 56
 PLOT_SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
@@ -234,7 +234,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         # categories keep half a unit from the ends of the axis
         if list(panel.x_tick_labels) == list(range(len(labels))):
             axes.set_xlim(-0.5, len(labels) - 0.5)
-            if sum(map(len, labels)) + 2 * len(labels) > MAX_LABEL_CHARACTERS:
+            if sum(map(len, labels)) + 2 * len(labels) > MAX_UNROTATED_TICK_CHARACTERS:
                 axes.tick_params("x", rotation=35)
     for x, text in panel.vertical_line_labels.items():
         axes.axvline(x, color=GREY, linewidth=1)

@@ -68,7 +68,7 @@ class Metric:
     control: bool = False
 
     @property
-    def pattern(self) -> str:
+    def name_without_braces(self) -> str:
         """Return the metric's name with its placeholders, words in capitals, without their braces."""
         return re.sub("[{}]", "", self.name)
 
@@ -152,14 +152,14 @@ def weighted_mean(rows: pd.DataFrame) -> float:
     return float(np.average(rows["value"], weights=rows["weight"])) if len(rows) else math.nan
 
 
-def grouped_mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | float = 1.0) -> pd.DataFrame:
+def grouped_mean(rows: pd.DataFrame, keys: Sequence[str], weights: pd.Series | np.ndarray) -> pd.DataFrame:
     """Return the weighted mean of `value` over the rows with equal `keys`, in the order in which these keys come first.
-    Other columns have the values of the first of these rows.
+    Other columns have the values of the first of these rows. The column `weight` is not read.
 
     A mean is NaN if all its weights are 0, or if a value with a weight above 0 is NaN.
     """
     codes = rows.groupby([*keys], sort=False, observed=True, dropna=False).ngroup().to_numpy()
-    weights = np.broadcast_to(np.asarray(weights, float), len(rows))
+    weights = np.asarray(weights, float)
     values = np.where(weights > 0, weights * rows["value"], 0.0)
     with np.errstate(invalid="ignore"):
         means = np.bincount(codes, values) / np.bincount(codes, weights)
@@ -214,7 +214,7 @@ def point_means(rows: pd.DataFrame) -> pd.DataFrame:
     return grouped_mean(rows, [*CURVE_COLUMNS, "x", "until"], rows["weight"])
 
 
-def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
+def means_over_bins(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the mean of each curve (see `point_means`) over all its ranges (bins), and the mean at each point of
     curves without bins."""
     means = point_means(rows)
@@ -225,7 +225,7 @@ def overall_means(rows: pd.DataFrame) -> pd.DataFrame:
 def logged_means(evaluation: "Evaluation") -> dict[str, float]:
     """Return the means of an evaluation that training logs to metrics.jsonl, by metric name."""
     rows = evaluation_rows([evaluation])
-    means = overall_means(rows[rows["logged"]])
+    means = means_over_bins(rows[rows["logged"]])
     return dict(zip(means["metric"], means["value"].tolist(), strict=True))
 
 
@@ -246,7 +246,7 @@ def chance_level(metric: Metric) -> tuple[str, float]:
     return (name, level) if name.startswith(("chance", UNIGRAM_LEVEL_NAME)) else ("", math.nan)
 
 
-def selection_loss(evaluation: "Evaluation") -> tuple[float, str]:
+def selection_loss_and_sha256(evaluation: "Evaluation") -> tuple[float, str]:
     """Return the validation loss (nats per token) on the sequences by which the best checkpoint is chosen, and the hash
     of all validation sequences.
     """
@@ -274,11 +274,6 @@ class Evaluation:
     frame: pd.DataFrame  # (`COLUMNS`)
     asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` that asked for it
     code: dict[str, str] = field(default_factory=dict)  # digests of the code that measured it
-
-    @property
-    def name(self) -> str:
-        """Return the kind of evaluation as a noun for messages, such as `long-context evaluation`."""
-        return f"{self.kind.replace('_', '-')} evaluation"
 
     def file_content(self) -> bytes:
         """Return the content of the evaluation's file."""

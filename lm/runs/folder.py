@@ -33,7 +33,7 @@ MANIFEST_FILE = "manifest.jsonl"
 CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER = "checkpoints", "evaluations"
 SWAPPED_FOLDER = "swapped"  # folder in an experiment's folder, with the swapped weights that runs start from
 # file in an experiment's folder, with the settings that its first start fixed for all runs
-RESOLVED_FILE = "resolved.json"
+EXPERIMENT_SETTINGS_FILE = "resolved.json"
 # the reason why a locked folder is refused
 ALREADY_TRAINING = "another process is training in this run folder; wait for it or stop it"
 MODEL_JSON = "lm.json"  # file in a model folder, which describes the model
@@ -93,7 +93,7 @@ def check_file(folder: Path, name: str, sha256: str | None = None, advice: str =
     except OSError as error:
         raise RunError(f"{folder / name}: can't be read: {error.strerror}; {advice}") from None
     # whole entries are compared as text, as `add_entries` wrote them: folders may have thousands
-    if json.dumps({"file": name, "sha256": sha256})[:-1] + "," not in _manifest_text(folder):
+    if json.dumps({"file": name, "sha256": sha256})[:-1] + "," not in _required_manifest_text(folder):
         reason = f"was altered, or is of another folder (its sha256 is not in {MANIFEST_FILE})"
         raise RunError(f"{folder / name}: {reason}; {advice}")
 
@@ -113,7 +113,7 @@ def read_entries(folder: Path, name: str = "") -> list[Entry]:
     is no manifest.
     """
     start = json.dumps({"file": name})[:-1] if name else ""
-    lines = map(parse_line, (line for line in _manifest_text(folder).splitlines() if line.startswith(start)))
+    lines = map(parse_line, (line for line in _required_manifest_text(folder).splitlines() if line.startswith(start)))
     return [line for line in lines if line and {"file", "sha256", "weights"} <= line.keys()]
 
 
@@ -135,7 +135,7 @@ def parse_line(text: str | bytes) -> dict[str, Plain] | None:
         return None
 
 
-def _manifest_text(folder: Path) -> str:
+def _required_manifest_text(folder: Path) -> str:
     """Return the text of the manifest of `folder`. Raises RunError: there is none."""
     try:
         return (folder / MANIFEST_FILE).read_text(encoding="utf-8", errors="replace")
@@ -159,7 +159,7 @@ def require_run(folder: Path, *files: str) -> None:
         siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         suggestion = suggest(folder.name, siblings)
         reason = f"no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}"
-    elif (folder / RESOLVED_FILE).is_file():
+    elif (folder / EXPERIMENT_SETTINGS_FILE).is_file():
         advice = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
         reason = f"the folder of an experiment, not of a run; {advice}"
     elif absent_names := [name for name in files if not (folder / name).exists()]:
@@ -197,9 +197,9 @@ def read_model_json(folder: Path) -> dict[str, Plain]:
     return content
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
+def checkpoint_path(checkpoints_folder: Path, step: int) -> Path:
     """Return the path of `step-N.ckpt` in a folder of checkpoints."""
-    return folder / f"step-{step:06d}.ckpt"
+    return checkpoints_folder / f"step-{step:06d}.ckpt"
 
 
 def checkpoint_step(path: Path) -> int:
@@ -212,10 +212,10 @@ def owns_checkpoint(run: Path, checkpoint: Path) -> bool:
     return checkpoint.resolve().parent == (run / CHECKPOINTS_FOLDER).resolve()
 
 
-def checkpoint_paths(folder: Path) -> list[Path]:
-    """Return the `step-N.ckpt` files of a folder, in ascending order of step."""
+def checkpoint_paths(checkpoints_folder: Path) -> list[Path]:
+    """Return the `step-N.ckpt` files of a folder of checkpoints, in ascending order of step."""
     return sorted(
-        (path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()),
+        (path for path in checkpoints_folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()),
         key=checkpoint_step,
     )
 

@@ -26,7 +26,7 @@ from lm.files import expand_home, json_bytes, new_folder
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
-from lm.runs.checkpoints import load_checkpoint, read_checkpoint
+from lm.runs.checkpoints import load_checkpoint, read_unchecked_checkpoint
 from lm.runs.folder import (
     CHECKPOINTS_FOLDER,
     ENVIRONMENT_FILE,
@@ -49,7 +49,7 @@ WEIGHTS_FILE = "model.safetensors"  # file in a model folder, beside MODEL_JSON
 MODEL_KEYS_FILE = (
     "model.yaml"  # file in the folder of a model without a training run, from which a configuration starts
 )
-NON_SHAPE_KEYS = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
+KEYS_LEFT_OUT_OF_MODEL_YAML = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
 MODEL_FORMAT = 6  # version of lm.json; FORMAT_WITHOUT_MANIFEST is read, too
 
 
@@ -94,7 +94,7 @@ def _model_keys(out: Path, spec: ModelSpec, has_tokenizer: bool) -> dict[str, Pl
     """Return the keys of a configuration that trains from the model folder `out`: weights, shape and tokenizer, and
     with learned positions the training length. The normalizer, which may be code, is left to the user.
     """
-    model = {name: value for name, value in to_plain(spec.model).items() if name not in NON_SHAPE_KEYS}
+    model = {name: value for name, value in to_plain(spec.model).items() if name not in KEYS_LEFT_OUT_OF_MODEL_YAML}
     data: dict[str, Plain] = {"seq_len": spec.seq_len} if spec.model.position.name == "learned" else {}
     if has_tokenizer:
         # the start token ends the document before, too
@@ -172,13 +172,13 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     if checkpoint != "last" and not (path / CHECKPOINTS_FOLDER).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / MODEL_JSON).is_file():
-        return _load_model(path)
+        return _load_model_folder(path)
     if path.is_dir():
         require_run(path, CHECKPOINTS_FOLDER)
         paths = checkpoint_paths(path / CHECKPOINTS_FOLDER)
         files = {str(checkpoint_step(file)): file for file in paths} | ({"last": paths[-1]} if paths else {})
         if paths and checkpoint == "best":
-            best = read_checkpoint(paths[-1])["lm"].get("best")
+            best = read_unchecked_checkpoint(paths[-1])["lm"].get("best")
             step = str(best.get("step")) if isinstance(best, dict) else ""
             files |= {"best": files[step]} if step in files else {}
         if checkpoint not in files:
@@ -194,28 +194,26 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     return LoadedModel(decoder, spec, _read_tokenizer(folder, spec), path, config, content["lm"], environment)
 
 
-def _load_model(path: Path) -> LoadedModel:
+def _load_model_folder(folder: Path) -> LoadedModel:
     """Load the model of a model folder. Raises RunError: the folder has a format that this version can't read, or a
     file was altered."""
-    description = {"origin": {}, **read_model_json(path)}
+    description = {"origin": {}, **read_model_json(folder)}
     version = description.get("format")
     if version == FORMAT_WITHOUT_MANIFEST:
-        text = (
-            f"note: {path}: exported by lm 0.11, without a {MANIFEST_FILE}: its files are not checked; export it again"
-        )
-        print(terminal_text(text), file=sys.stderr)
+        text = f"exported by lm 0.11, without a {MANIFEST_FILE}: its files are not checked; export it again"
+        print(terminal_text(f"note: {folder}: {text}"), file=sys.stderr)
     elif version != MODEL_FORMAT:
         raise RunError(
-            f"{path / MODEL_JSON}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again"
+            f"{folder / MODEL_JSON}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again"
         )
     else:
-        check_file(path, WEIGHTS_FILE, advice="export it again")
-    with _convert_misfit_errors(path):
+        check_file(folder, WEIGHTS_FILE, advice="export it again")
+    with _convert_misfit_errors(folder):
         spec, metadata = ModelSpec.from_plain(description["spec"]), description["training"] or {}
-        config = trained_config(metadata, path) if metadata else None
-        decoder = _build_decoder(spec, safetensors.torch.load_file(path / WEIGHTS_FILE), path)
-    tokenizer = _read_tokenizer(path, spec)
-    return LoadedModel(decoder, spec, tokenizer, path, config, metadata, origin=description["origin"])
+        config = trained_config(metadata, folder) if metadata else None
+        decoder = _build_decoder(spec, safetensors.torch.load_file(folder / WEIGHTS_FILE), folder)
+    tokenizer = _read_tokenizer(folder, spec)
+    return LoadedModel(decoder, spec, tokenizer, folder, config, metadata, origin=description["origin"])
 
 
 # errors of OmegaConf, torch and safetensors on content that doesn't fit

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import starmap
+from typing import Literal
 
 import numpy as np
 import scipy  # its parts are imported at their first use, as they take half a second that most commands need not
@@ -19,7 +20,8 @@ MIN_DOCUMENTS_WITH_SEEDS = 8  # fewest documents of an interval over seeds and d
 _NORMAL_QUANTILE = 1.959963984540054  # 97.5 % quantile of the normal distribution
 MAX_CORRELATION = 0.5  # largest correlation that is credited: the one of arms that scatter like their baseline
 CORRELATION_STEP = 0.05  # correlations are rounded down to a multiple, so that experiments share quadratures
-_QUADRATURE_NODES = 24, 20, 60  # of the quadratures over the factor's mean, its squares, and a comparison's spread
+# numbers of nodes of the quadratures over the shared factor's mean, its sum of squares, and a comparison's spread
+_QUADRATURE_NODES = {"factor": 24, "squares": 20, "spread": 60}
 _SMALLEST_P = 1e-5  # p from which on the correlation counts fully
 MAX_DEGREES = 100  # more degrees of freedom count as these
 
@@ -82,14 +84,14 @@ class Estimate:
         )
         return np.maximum.reduce([half, *(floor.half_width(alpha) for floor in self.minimum_width_estimates)])
 
-    def p(self, sign: int) -> np.ndarray:
-        """Return the one-sided p, (...,), of the hypothesis that the mean is at least 0 (`sign` 1), or at most 0
-        (`sign` -1).
+    def one_sided_p(self, null_sign: Literal[-1, 1]) -> np.ndarray:
+        """Return the one-sided p, (...,), of the null hypothesis that the mean is at least 0 (`null_sign` 1), or at
+        most 0 (`null_sign` -1).
 
-        p is at most alpha / 2 where the interval by `half_width(alpha)` lies below 0 (`sign` 1) or above 0
-        (`sign` -1).
+        p is at most alpha / 2 where the interval by `half_width(alpha)` lies below 0 (`null_sign` 1) or above 0
+        (`null_sign` -1).
         """
-        distance = sign * self.mean
+        distance = null_sign * self.mean
         exact_p = np.where(distance < 0, 0.5 ** (self.degrees_of_freedom + 1), 1.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(
@@ -171,19 +173,20 @@ def interval_over_documents(values: np.ndarray, weights: np.ndarray, groups: np.
     noise_source = f"{'documents' if len(np.unique(labels)) < len(labels) else 'sequences'}, 1 seed"
     if not np.isfinite(values).all():
         return Interval(np.nan, np.nan, np.nan, noise_source)
-    (mean,), variance, degrees = _means_and_variances(values[:, None], weights, labels)
+    (mean,), variance, degrees = _means_variances_and_degrees(values[:, None], weights, labels)
     return _make_estimate(mean, variance[0], degrees, np.abs(values).max(), noise_source).interval()
 
 
-def _means_and_variances(
-    values: np.ndarray, weights: np.ndarray, labels: np.ndarray
+def _means_variances_and_degrees(
+    values: np.ndarray, weights: np.ndarray, document_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return means, their variances and their degrees of freedom, as in `interval_over_documents`. `values` is (units,
-    columns); `labels`, (units,), numbers the documents of the units from 0."""
-    fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
+    """Return means over units, their variances and their degrees of freedom, as in `interval_over_documents`. `values`
+    is (units, columns); `document_indices` is (units,)."""
+    # (documents,) fraction of the weight in each document
+    fractions = np.bincount(document_indices, weights) / weights.sum()
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(fractions), values.shape[1]))
-    np.add.at(residuals, labels, weights[:, None] / weights.sum() * (values - mean))
+    np.add.at(residuals, document_indices, weights[:, None] / weights.sum() * (values - mean))
     residuals, fractions = residuals[fractions > 0], fractions[fractions > 0]
     variance = (residuals**2 / (1 - fractions[:, None])).sum(0)
     # The variance is a quadratic form, of matrix G, in document means that are taken as equally spread; degrees:
@@ -225,10 +228,8 @@ def welch_estimate(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
         The estimate at each pair of rates, (..., the arm's rates, the baseline's rates).
     """
     arm, baseline = estimate_over_seeds(values[..., None, :]), estimate_over_seeds(baseline_values[..., None, :, :])
-    variances, counts = (
-        (arm.standard_error**2, baseline.standard_error**2),
-        (values.shape[-1], baseline_values.shape[-1]),
-    )
+    variances = arm.standard_error**2, baseline.standard_error**2
+    counts = values.shape[-1], baseline_values.shape[-1]
     variance = variances[0] + variances[1]
     with np.errstate(invalid="ignore", divide="ignore"):
         degrees = variance**2 / (
@@ -265,27 +266,27 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
         residuals = rows[row] - end[:, None]
         positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
         first = positive[:, positive.shape[1] - (positive > 0).sum(1).max() :]
-        return _probability_of_larger_sum(first, negative[:, : (negative > 0).sum(1).max()]) ** power - tail**power
+        return _p_of_larger_exponential_sum(first, negative[:, : (negative > 0).sum(1).max()]) ** power - tail**power
 
     ends = find_root(excess, (means, np.full(len(means), float(high))), args=(np.arange(len(means)),)).x
     return np.where(means < high, ends, means).reshape(shape)
 
 
-def _probability_of_larger_sum(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the probability, (...,), that exponential times of means `first`, (..., k), have a larger sum than
-    exponential times of means `second`, (..., l).
+def _p_of_larger_exponential_sum(first_means: np.ndarray, second_means: np.ndarray) -> np.ndarray:
+    """Return the probability, (...,), that exponential times of means `first_means`, (..., k), have a larger sum than
+    exponential times of means `second_means`, (..., l).
 
-    Let the times of each side run one after another. As exponential times have no memory, the running time of `second`
-    ends before that of `first` with probability first / (first + second). `first` has the larger sum if all times of
-    `second` have ended before the last time of `first` ends.
+    Let the times of each side run one after another. As exponential times have no memory, the second side's running
+    time ends before the first side's with probability first / (first + second), by their means. The first side has the
+    larger sum if all times of the second have ended before its own last time ends.
     """
-    count, others = first.shape[-1], second.shape[-1]
+    count, others = first_means.shape[-1], second_means.shape[-1]
     if not others:
-        return np.full(first.shape[:-1], float(count > 0))
-    total = first[..., :, None] + second[..., None, :]
-    first_ends = np.divide(second[..., None, :], total, out=np.ones(total.shape), where=total > 0)
-    # by the number of times of `first` that have ended, on a diagonal: so many of both sides together have ended
-    more = np.zeros((*first.shape[:-1], count + 1))
+        return np.full(first_means.shape[:-1], float(count > 0))
+    total = first_means[..., :, None] + second_means[..., None, :]
+    first_ends = np.divide(second_means[..., None, :], total, out=np.ones(total.shape), where=total > 0)
+    # by the number of times of the first side that have ended, on a diagonal: so many of both sides together have ended
+    more = np.zeros((*first_means.shape[:-1], count + 1))
     for ended in reversed(range(count + others - 1)):
         if ended + 1 >= others:
             more[..., ended + 1 - others] = 1.0
@@ -331,7 +332,7 @@ def estimate_over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, g
         return None
     seed_means = values @ weights / weights.sum()
     seed_variance, seed_degrees = seed_means.var(-1, ddof=1) / seeds, seeds - 1
-    mean, document_variance, document_degrees = _means_and_variances(
+    mean, document_variance, document_degrees = _means_variances_and_degrees(
         values.mean(-2).reshape(-1, units).T, weights, labels
     )
     mean, document_variance = mean.reshape(outer_shape), document_variance.reshape(outer_shape)
@@ -403,7 +404,7 @@ def wilson_interval(successes: float, trials: float) -> Interval:
 # ---------------------------------------------------------------- comparisons that hold together
 
 
-def mean_correlation(differences: np.ndarray) -> float:
+def cautious_mean_correlation(differences: np.ndarray) -> float:
     """Return a cautious estimate of the mean correlation between arms' differences, (arms, seeds), to a shared
     baseline.
 
@@ -496,10 +497,11 @@ def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
     """
     # a mean and its opposite have the same probability
     factor, factor_weights = (
-        nodes[_QUADRATURE_NODES[0] // 2 :] for nodes in scipy.special.roots_hermitenorm(_QUADRATURE_NODES[0])
+        nodes[_QUADRATURE_NODES["factor"] // 2 :]
+        for nodes in scipy.special.roots_hermitenorm(_QUADRATURE_NODES["factor"])
     )
-    squares, squares_weights = scipy.special.roots_genlaguerre(_QUADRATURE_NODES[1], degrees / 2 - 1)
-    steps, step_weights = scipy.special.roots_legendre(_QUADRATURE_NODES[2])
+    squares, squares_weights = scipy.special.roots_genlaguerre(_QUADRATURE_NODES["squares"], degrees / 2 - 1)
+    steps, step_weights = scipy.special.roots_legendre(_QUADRATURE_NODES["spread"])
     steps = (steps + 1) / 2
     # A comparison's sum of squares is noncentral chi squared; its root r has the density below, by Bessel's I.
     centre = np.sqrt(2 * squares * correlation / (1 - correlation))[:, None]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from scipy.optimize import brentq
@@ -22,8 +22,8 @@ from lm.statistics.intervals import (
     Family,
     Interval,
     bounded_mean_ends,
+    cautious_mean_correlation,
     estimate_over_seeds,
-    mean_correlation,
     welch_estimate,
 )
 
@@ -68,12 +68,12 @@ class Comparison:
     higher_is_better: bool = False
     # the least and the greatest possible value: of a difference, or of an arm's runs where they are not paired. None:
     # values have no such bounds
-    value_bounds: tuple[float, float] | None = None
+    difference_or_value_bounds: tuple[float, float] | None = None
     # values of the arm, (its rates, its seeds), and of the baseline, where their runs are not paired. The pairs in
     # `metric_differences` are then arbitrary, and as many as the smaller number of seeds
     unpaired_values: IntervalEnds | None = None
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
-    document_estimate: Estimate | None = None
+    seed_and_document_estimate: Estimate | None = None
     obstacle: Obstacle | None = None  # such as a run that diverged, or seeds that have not ended; None: none is known
 
     @cached_property
@@ -111,16 +111,13 @@ class Comparison:
         """
         estimates = difference_estimates or self.difference_estimates
         low, high = self._ends_at_best_rates(lambda alpha: self._student_t_ends(estimates, alpha), alpha)
-        if not self.value_bounds:
+        bounds = self.difference_or_value_bounds
+        if not bounds:
             return low, high
         # That there is a difference rests on Student's t. That there is none above a margin takes enough seeds to see
         # an arm that fails in some of them: an end that doesn't leave out 0 reaches as far as `_bounded_metric_ends`.
         # It may miss with the whole `alpha`, as the truth is on one side.
-        least, greatest = (
-            self.value_bounds
-            if self.unpaired_values is None
-            else (-np.ptp(self.value_bounds), np.ptp(self.value_bounds))
-        )
+        least, greatest = bounds if self.unpaired_values is None else (-np.ptp(bounds), np.ptp(bounds))
         bounded_low, bounded_high = self._ends_at_best_rates(self._bounded_metric_ends, alpha)
         low = np.where(low > 0, low, np.maximum(np.minimum(low, bounded_low), least))
         return low, np.where(high < 0, high, np.minimum(np.maximum(high, bounded_high), greatest))
@@ -154,7 +151,7 @@ class Comparison:
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half
-        if self.value_bounds and (is_tied := estimates.standard_error == 0).any():
+        if self.difference_or_value_bounds and (is_tied := estimates.standard_error == 0).any():
             # half as large a tail as that of an end on the far side of 0
             (bounded_low, bounded_high), without_0 = self._bounded_metric_ends(alpha / 2), half == 0
             near_low, near_high = np.maximum(bounded_low, _JUST_ABOVE_0), np.minimum(bounded_high, -_JUST_ABOVE_0)
@@ -167,22 +164,23 @@ class Comparison:
         """Return the ends of the interval of each mean of a bounded metric, at each pair of rates. They hold for any
         distribution; either end misses the true mean with probability `alpha`."""
         if self.unpaired_values is None:
-            return bounded_mean_ends(self.differences_by_rate, *self.value_bounds, alpha)
+            return bounded_mean_ends(self.differences_by_rate, *self.difference_or_value_bounds, alpha)
         (low, high), (base_low, base_high) = (
-            bounded_mean_ends(values, *self.value_bounds, alpha / 2) for values in self.unpaired_values
+            bounded_mean_ends(values, *self.difference_or_value_bounds, alpha / 2) for values in self.unpaired_values
         )
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
-    def fewest_agreeing_seeds(self, margin: float, alpha: float) -> int:
+    def fewest_seeds_within_margin(self, margin: float, alpha: float) -> int:
         """Return the fewest seeds with which `_bounded_metric_ends` can lie within plus and minus `margin`, as they do
         if all differences are 0. Return 0 if no difference can exceed `margin`, or if the metric has no bounds.
 
         For an accuracy it is the smallest n with (1 - margin)^n below `alpha`; for unpaired runs, below half of
         `alpha`.
         """
-        if self.value_bounds is None:
+        bounds = self.difference_or_value_bounds
+        if bounds is None:
             return 0
-        reach, tail = (max(map(abs, self.value_bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
+        reach, tail = (max(map(abs, bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
         return 0 if margin >= reach else math.floor(math.log(tail) / math.log1p(-margin / reach)) + 1
 
     @property
@@ -199,11 +197,22 @@ class Comparison:
             return np.maximum(p[(..., *judged_rate_pair)], combine_over_rates(corrected_p, self.must_hold_at_all_rates))
 
         sign = -1 if self.higher_is_better else 1
-        p_better = claim_p(self.difference_estimates.p(sign), self.judged_rate_pair, None)
+        p_better = claim_p(self.difference_estimates.one_sided_p(sign), self.judged_rate_pair, None)
         p_worse = claim_p(
-            self.difference_estimates.p(-sign).swapaxes(-1, -2), self.judged_rate_pair[::-1], self.n_shared_rates
+            self.difference_estimates.one_sided_p(-sign).swapaxes(-1, -2),
+            self.judged_rate_pair[::-1],
+            self.n_shared_rates,
         )
         return np.minimum(1.0, 2 * np.minimum(p_better, p_worse))
+
+
+class SeedCounts(NamedTuple):
+    """These numbers of seeds follow from a measured spread, and from the ends of the spread's 95 % interval (chi
+    squared). A number is None above `MAX_SEEDS`."""
+
+    for_measured_spread: int | None
+    for_low_spread: int | None
+    for_high_spread: int | None
 
 
 @dataclass(frozen=True)
@@ -216,27 +225,27 @@ class Verdict:
     # 95 %. None with fewer than two seeds
     interval: Interval | None
     p: float  # two-sided p of no difference, adjusted for the number of comparisons; 1 where nothing was tested
-    # numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for
-    # the ends of its 95 % interval (chi squared). A number is None above `MAX_SEEDS`; None in place of all three:
-    # unknown
-    seeds_needed: tuple[int | None, int | None, int | None] | None
+    # numbers of seeds that find a difference that matters with probability `POWER`; None: unknown
+    seeds_needed: SeedCounts | None
     unadjusted_interval: Interval | None = None  # the 95 % interval of this difference by itself
     # the interval over seeds and documents; None where there are too few seeds or documents
-    document_interval: Interval | None = None
-    is_exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
+    seed_and_document_interval: Interval | None = None
+    plan_changed_after_results: bool = (
+        False  # whether the plan was changed after results were known, so that p is too small
+    )
     margin: float = math.nan  # the smallest difference of interest
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
     no_answer_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
     seed_count: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested
 
     @property
-    def label(self) -> str:
-        """Return the verdict's kind for tables that programs read, preceded by `exploratory: ` if the verdict is
-        exploratory."""
-        return f"{'exploratory: ' if self.is_exploratory else ''}{self.kind}"
+    def kind_label(self) -> str:
+        """Return the verdict's kind for tables that programs read, preceded by `exploratory: ` if the plan was
+        changed after results were known."""
+        return f"{'exploratory: ' if self.plan_changed_after_results else ''}{self.kind}"
 
     @property
-    def statement(self) -> str:
+    def statement_without_seeds(self) -> str:
         """Return the verdict in plain words with its margin, such as `no difference above 0.01`."""
         if self.no_answer_reason:
             return f"{self.kind}: {self.no_answer_reason}"
@@ -246,9 +255,10 @@ class Verdict:
         return f"{article}{self.kind.removesuffix('margin')}{self.margin:g}"
 
     @property
-    def full_statement(self) -> str:
-        """Return the `statement` with its number of seeds, after `exploratory: ` if the verdict is exploratory."""
-        return f"{'exploratory: ' if self.is_exploratory else ''}{self.statement}" + (
+    def statement_with_seeds(self) -> str:
+        """Return the `statement_without_seeds` with its number of seeds, after `exploratory: ` if the plan was changed
+        after results were known."""
+        return f"{'exploratory: ' if self.plan_changed_after_results else ''}{self.statement_without_seeds}" + (
             f" ({self.interval.noise_source})" if self.seed_count else ""
         )
 
@@ -294,7 +304,7 @@ def stack_comparisons(comparisons: Mapping[ArmName, Comparison]) -> list[Compari
             comparison.must_hold_at_all_rates,
             comparison.higher_is_better,
         )
-        stacks[shapes, design, comparison.value_bounds][name] = comparison
+        stacks[shapes, design, comparison.difference_or_value_bounds][name] = comparison
     results = []
     for members in stacks.values():
         first = next(iter(members.values()))
@@ -309,9 +319,9 @@ def comparison_family(stacks: Iterable[ComparisonStack]) -> Family:
     """Return the joint distribution of comparisons, by which their intervals hold together.
 
     Comparisons of paired runs with equally many seeds are one group, as the baseline's noise is in all of them; their
-    correlation is estimated cautiously (`mean_correlation`). Comparisons of unpaired runs with one baseline are a
-    group, too, whose correlation follows from the variances (Dunnett 1955). Other comparisons count as independent:
-    comparisons of arms with several learning rates, and comparisons that can't be tested.
+    correlation is estimated cautiously (`cautious_mean_correlation`). Comparisons of unpaired runs with one baseline
+    are a group, too, whose correlation follows from the variances (Dunnett 1955). Other comparisons count as
+    independent: comparisons of arms with several learning rates, and comparisons that can't be tested.
     """
     paired, unpaired, count = defaultdict[int, list[np.ndarray]](list), defaultdict[bytes, list[tuple]](list), 0
     for stack, members in stacks:
@@ -328,7 +338,9 @@ def comparison_family(stacks: Iterable[ComparisonStack]) -> Family:
             row = arm[place], baseline[place], stack.difference_estimates.degrees_of_freedom[place, 0, 0]
             unpaired[stack.unpaired_values[1][place].tobytes()].append(row)
     joined = {seeds: np.concatenate(arrays) for seeds, arrays in paired.items()}
-    groups = [(len(rows), seeds - 1, mean_correlation(rows)) for seeds, rows in joined.items() if len(rows) > 1]
+    groups = [
+        (len(rows), seeds - 1, cautious_mean_correlation(rows)) for seeds, rows in joined.items() if len(rows) > 1
+    ]
     for rows in unpaired.values():
         arm, baseline, _ = np.mean(rows, axis=0)
         correlation = min(baseline / (arm + baseline), MAX_CORRELATION) if baseline else 0.0
@@ -346,11 +358,8 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     rows, source = [[math.nan] * 8] * len(members), ""
     if seeds > 1:
-        estimates, pair, source = (
-            stack.difference_estimates,
-            (..., *stack.judged_rate_pair),
-            stack.difference_estimates.noise_source,
-        )
+        estimates, pair = stack.difference_estimates, (..., *stack.judged_rate_pair)
+        source = estimates.noise_source
         ends = *stack.interval_ends(family.comparison_alpha), *stack.interval_ends()
         columns = (
             estimates.mean[pair],
@@ -363,16 +372,18 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
     all_finite = np.isfinite(stack.differences_by_rate).all((1, 2, 3)).tolist()
     for member, row, is_finite in zip(members, rows, all_finite, strict=True):
         mean, low, high, low_alone, high_alone, joint_p, error, degrees = row
-        interval = unadjusted_interval = needed_seeds = document_interval = None
+        interval = unadjusted_interval = needed_seeds = seed_and_document_interval = None
         obstacle = member.obstacle
         if seeds > 1:
             interval = Interval(mean, low, high, source)
             unadjusted_interval = Interval(mean, low_alone, high_alone, source)
         if seeds > 1 and is_finite:
             needed_seeds = _needed_seed_counts(stack, error, degrees, margin, family.comparison_alpha)
-        if documents := member.document_estimate:
+        if documents := member.seed_and_document_estimate:
             ends = map(float, member.interval_ends(family.comparison_alpha, documents))
-            document_interval = Interval(float(documents.mean[member.judged_rate_pair]), *ends, documents.noise_source)
+            seed_and_document_interval = Interval(
+                float(documents.mean[member.judged_rate_pair]), *ends, documents.noise_source
+            )
         if obstacle:
             pass
         elif not is_finite:  # at any rate, as a verdict is on all of them
@@ -385,7 +396,7 @@ def _stack_verdicts(stack: Comparison, members: list[Comparison], margin: float,
         )
         yield Verdict(
             kind, reason, interval, 1.0 if obstacle else joint_p, needed_seeds, unadjusted_interval,
-            document_interval, margin=margin, no_answer_reason=no_answer_reason,
+            seed_and_document_interval, margin=margin, no_answer_reason=no_answer_reason,
             exceeds_margin=not obstacle and max(low, -high) >= margin, seed_count=0 if obstacle else seeds,
         )  # fmt: skip
 
@@ -395,7 +406,7 @@ def _kind_and_reason(
     interval: Interval,
     p: float,
     is_tied: bool,
-    needed_seeds: tuple[int | None, ...],
+    needed_seeds: SeedCounts | None,
     margin: float,
     alpha: float,
 ) -> Obstacle:
@@ -424,14 +435,14 @@ def _kind_and_reason(
         return "better" if is_better else "worse", f"{finding} {test}", ""
     if is_within:
         reason = f"the interval holds 0 and lies within {margin:g}{method}"
-        return "no difference above margin", f"{reason}{'' if stack.value_bounds else assumption}", ""
+        return "no difference above margin", f"{reason}{'' if stack.difference_or_value_bounds else assumption}", ""
     if is_tied and not interval.is_bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"
         return "undecided", reason, "all seeds agree, and are too few"
     rates = ", over all rates that the arms were trained at," if stack.rate_counts != (1, 1) else ""
     finding = f"the interval{rates} holds 0, and differences of more than {margin:g}"
-    fewest = stack.fewest_agreeing_seeds(margin, alpha)
+    fewest = stack.fewest_seeds_within_margin(margin, alpha)
     if seeds < fewest:
         blindness = f"an arm may fail in some seeds and in none of {seeds}: to leave this out takes at least {fewest}"
         return "undecided", f"{finding}; {blindness}", "too few seeds to see one fail"
@@ -446,12 +457,9 @@ def _kind_and_reason(
     return "undecided", finding, "the interval is too wide"
 
 
-def _needed_seed_counts(
-    stack: Comparison, error: float, degrees: float, margin: float, alpha: float
-) -> tuple[int | None, int | None, int | None]:
-    """Return the numbers of seeds that detect a difference of `margin` (`Verdict.seeds_needed`). They follow from the
-    measured standard error and from the ends of the spread's 95 % interval. `alpha`: the error rate of this comparison.
-    """
+def _needed_seed_counts(stack: Comparison, error: float, degrees: float, margin: float, alpha: float) -> SeedCounts:
+    """Return the numbers of seeds that detect a difference of `margin` (`Verdict.seeds_needed`). `alpha`: the error
+    rate of this comparison."""
     count = stack.differences_by_rate.shape[-1]
     if stack.unpaired_values:
         count = 2 / sum(1 / values.shape[-1] for values in stack.unpaired_values)  # harmonic mean
@@ -462,7 +470,7 @@ def _needed_seed_counts(
     )
     spread, degrees_per_seed = math.sqrt(count) * error, degrees / (count - 1)
     factors = 1.0, *_std_interval_factors(degrees)
-    return tuple(seeds_needed(spread * factor, margin, alpha / rates, degrees_per_seed) for factor in factors)
+    return SeedCounts(*(seeds_needed(spread * factor, margin, alpha / rates, degrees_per_seed) for factor in factors))
 
 
 @lru_cache  # the arms of a table have equally many seeds

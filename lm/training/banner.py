@@ -73,7 +73,7 @@ def environment_facts(
         "git_dirty": dirty,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages}
-        | PLUGINS.versions(config.normalizer_names),
+        | PLUGINS.source_ids(config.normalizer_names),
         "device": machine.device_name,
         "precision": machine.precision.value,
         "compile": machine.compiles,

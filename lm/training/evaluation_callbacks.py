@@ -13,7 +13,7 @@ from lm.evaluation.metrics import CallbackMeasurement, is_reserved_metric_name
 from lm.evaluation.swap import describe_swap
 from lm.model.decoder import Decoder
 from lm.model.device import Device, peak_memory_bytes
-from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss
+from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss_and_sha256
 from lm.runs.folder import PEAK_MEMORY_KEY
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
@@ -50,14 +50,14 @@ class EvaluationCallback(StepCallback):
         is_missing = trainer.is_global_zero and not path.exists()
         if trainer.strategy.reduce_boolean_decision(is_missing, all=False):
             # after a swap: the model of the phase before
-            self.measure(trainer, module, module.phase_start.replaced_decoder or module.decoder)
+            self.try_to_measure(trainer, module, module.phase_start.replaced_decoder or module.decoder)
 
     def on_step(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Make the measurement if it is due."""
         if self.is_due(step):
-            self.measure(trainer, module, module.decoder)
+            self.try_to_measure(trainer, module, module.decoder)
 
-    def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
+    def try_to_measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure `decoder` now, log and write the result, and return it. Return None if measuring failed. All ranks
         must call this method.
         """
@@ -88,12 +88,12 @@ class Validation(EvaluationCallback):
 
     precedes_checkpoint = True
 
-    def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
+    def try_to_measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure the validation loss and return the result; None if measuring failed. Record this step as the best one
-        if its `selection_loss` is the lowest so far, or the first on these validation sequences.
+        if its `selection_loss_and_sha256` has the lowest loss so far, or the first on these validation sequences.
         """
-        if result := super().measure(trainer, module, decoder):
-            state, (loss, sha256) = module.phase_start.run_state, selection_loss(result)
+        if result := super().try_to_measure(trainer, module, decoder):
+            state, (loss, sha256) = module.phase_start.run_state, selection_loss_and_sha256(result)
             # losses that can't be compared
             has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
@@ -119,12 +119,12 @@ class UserCallbackMetrics(EvaluationCallback):
             raise RunError(f"trainer.callbacks: self.log('{taken[0]}'): is a name of lm's own; choose another")
         super().on_step(trainer, module, step)
 
-    def measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
+    def try_to_measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Record the values that users' callbacks logged last, and return them as an evaluation. Return None if nothing
         was logged, or recording failed."""
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.measurement.logged_values = values
-        return super().measure(trainer, module, decoder) if values else None
+        return super().try_to_measure(trainer, module, decoder) if values else None
 
 
 class SwapEffect(StepCallback):
@@ -138,5 +138,5 @@ class SwapEffect(StepCallback):
                 self.run.progress.say(line)
             if self.config.eval.swap_lengths:
                 measurement = SwapMeasurement(self.config, self.run.store, old_decoder)
-                EvaluationCallback(self.run, measurement).measure(trainer, module, module.decoder)
+                EvaluationCallback(self.run, measurement).try_to_measure(trainer, module, module.decoder)
             module.phase_start.replaced_decoder = None

@@ -47,7 +47,7 @@ from lm.training.lightning_import import L, MisconfigurationException, SIGTERMEx
 from lm.training.loggers import MetricsFile, make_loggers
 from lm.training.module import LanguageModel, StepData
 from lm.training.phase_start import PhaseStart, resume_or_branch, start_from_checkpoint, start_new_run
-from lm.training.run_context import RunContext, StoppableDDP
+from lm.training.run_context import RunContext, SignalRestoringDDP
 from lm.training.step_callbacks import AtomicCheckpointIO, Checkpoints, LogMetrics, ProgressBar, StopOnSignal
 from lm.training.user_classes import make_user_objects
 
@@ -115,7 +115,7 @@ def fit(
         for path in reversed(checkpoint_paths(folder / CHECKPOINTS_FOLDER)):
             if checkpoint_step(path) > start.step:
                 path.unlink()  # the newest first, as `resume=auto` goes on from the newest
-        truncate_run(folder, start.step)
+        truncate_results(folder, start.step)
         files = {CONFIG_FILE: to_yaml(replace(config, resume="")).encode()}  # `resume` is not part of the run
         files |= {ENVIRONMENT_FILE: json_bytes(facts), TOKENIZER_FILE: (store.path / TOKENIZER_FILE).read_bytes()}
         write_files(folder, files, start.step)
@@ -199,7 +199,7 @@ def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:
         accelerator=run.machine.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
-        strategy=StoppableDDP(run.stop_request) if config.world_size > 1 else "auto",
+        strategy=SignalRestoringDDP(run.stop_request) if config.world_size > 1 else "auto",
         precision="bf16-mixed" if run.machine.uses_bf16 else "32-true",
         max_steps=config.phase_ends[start.phase],
         max_epochs=-1,
@@ -238,7 +238,7 @@ def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
     return environments.TorchElasticEnvironment() if launcher == "torchrun" else environments.LightningEnvironment()
 
 
-def truncate_run(run: Path, step: int) -> None:
+def truncate_results(run: Path, step: int) -> None:
     """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines and
     evaluations. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
     """

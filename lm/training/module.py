@@ -166,7 +166,7 @@ class LanguageModel(L.LightningModule):
             "step": self.global_step,
             "tokens": self.global_step * self.config.optim.batch_tokens,
             "phase": self.phase_start.phase,
-            "plugins": PLUGINS.versions(self.config.normalizer_names),
+            "plugins": PLUGINS.source_ids(self.config.normalizer_names),
             **asdict(state),
         }
 

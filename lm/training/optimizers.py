@@ -9,6 +9,7 @@ A new optimizer needs an options class, its row in `lm.config.training_config.OP
 import copy
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -85,12 +86,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 batch, n_elements = [], 0
         self._update_projections(batch, group["lr"])
 
-    def _update_projections(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
-        """Update the projections in `batch`, pairs of a projection and the momentum average of its gradients over steps
+    def _update_projections(self, projections_and_gradients: list[tuple[Tensor, Tensor]], lr: float) -> None:
+        """Update projections, given in pairs of a projection and the momentum average of its gradients over steps
         (Nesterov's). Projections of one shape are processed together.
         """
         pairs_by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-        for projection, mean_gradient in batch:
+        for projection, mean_gradient in projections_and_gradients:
             pairs_by_shape.setdefault(mean_gradient.shape, []).append((projection, mean_gradient))
         for shape, pairs in pairs_by_shape.items():
             step_size = lr * self.options.relative_rate(*shape)
@@ -155,7 +156,7 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
     ]
 
 
-def make_adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
+def make_adamw(options: AdamW | Muon, groups: list, _decoder: Decoder) -> torch.optim.AdamW:
     """Return torch's AdamW with betas and epsilon of `options`, fused: one kernel updates all parameters."""
     return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
 
@@ -176,7 +177,7 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
     return optimizer
 
 
-def freeze(decoder: Decoder, train_only: str | None) -> None:
+def freeze(decoder: Decoder, train_only: Literal["normalizer"] | None) -> None:
     """Freeze all parameters except the normalizers' if `train_only` is `normalizer`. If it is None, make all parameters
     trainable.
     """

@@ -60,15 +60,14 @@ def check_before_preparation(
     """
     resolve_device(config)
     if checkpoint:
-        metadata, trained = checkpoint_content["lm"], trained_config(checkpoint_content["lm"], checkpoint)
-        config, is_branch = (
-            with_steps(config, metadata["vocab_size"]),
-            not owns_checkpoint(config.run_folder, checkpoint),
-        )
+        metadata = checkpoint_content["lm"]
+        trained = trained_config(metadata, checkpoint)
+        config = with_steps(config, metadata["vocab_size"])
+        is_branch = not owns_checkpoint(config.run_folder, checkpoint)
         problems = resume_problems(config, trained, metadata, checkpoint, is_branch)
         if is_branch and not problems:
             shapes = (_valueless_decoder(side, metadata["phase"]) for side in (config, trained))
-            problems = _weights_problems(config, *shapes, checkpoint)
+            problems = _changed_option_problems(config, *shapes, checkpoint)
         if is_branch and metadata["step"] >= config.trainer.max_steps:
             reason = f"leaves no step after step {metadata['step']} of {checkpoint} (branch_from)"
             remedy = "raise it; it counts all steps from the first"
@@ -89,7 +88,7 @@ def check_before_preparation(
         # normalizers are compared below; positions without weights may change
         if key_effect(key).affects == "model" and not key.startswith(("model.normalizer", "model.position"))
     ]
-    if problems := problems or _weights_problems(config, shape, initial_model.decoder, initial_model.path):
+    if problems := problems or _changed_option_problems(config, shape, initial_model.decoder, initial_model.path):
         raise ConfigError(problems)
     return with_steps(config, initial_model.spec.vocab_size), initial_model
 
@@ -123,7 +122,9 @@ def _check_trainable(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def _weights_problems(config: Config, decoder: Decoder, saved_decoder: Decoder, path: Path | str) -> list[Problem]:
+def _changed_option_problems(
+    config: Config, decoder: Decoder, saved_decoder: Decoder, path: Path | str
+) -> list[Problem]:
     """Return problems if `decoder` differs from the decoder `saved_decoder` at `path` in its table of learned positions
     or in options of a normalizer. Options that set initial values (`init`) may differ. Constants of formulas
     (`Normalizer.length_constants`) are compared by their values.
@@ -182,12 +183,12 @@ class RunState:
     elapsed_s: float = 0.0  # seconds of training
 
     @classmethod
-    def from_metadata(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
-        """Return the run state in a checkpoint's `metadata`. Its `best` is None if `folder` no longer has the
-        checkpoint of the best step.
+    def from_metadata(cls, metadata: dict[str, Plain], checkpoints_folder: Path) -> "RunState":
+        """Return the run state in a checkpoint's `metadata`. Its `best` is None if
+        `checkpoints_folder` no longer has the checkpoint of the best step.
         """
         best = metadata["best"] and BestStep(**metadata["best"])
-        if best and not checkpoint_path(folder, best.step).exists():  # deleted as a run went back
+        if best and not checkpoint_path(checkpoints_folder, best.step).exists():  # deleted as a run went back
             best = None
         return cls(**{spec.name: metadata[spec.name] for spec in fields(cls)} | {"best": best})
 
@@ -218,9 +219,12 @@ class PhaseStart:
 # run (init_from)
 
 
+EnvironmentFacts = dict[str, Plain]  # entries of environment.json
+
+
 def start_new_run(
     config: Config, store: Store, initial_model: LoadedModel | None = None
-) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
+) -> tuple[PhaseStart, EnvironmentFacts, list[str]]:
     """Return the start of a new run, facts on its initial weights for environment.json ({} for random weights), and
     notes to print.
 
@@ -319,7 +323,7 @@ def start_from_checkpoint(config: Config, checkpoint_content: dict[str, object])
 
 def resume_or_branch(
     config: Config, store: Store, checkpoint_content: dict[str, object], path: Path
-) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
+) -> tuple[PhaseStart, EnvironmentFacts, list[str]]:
     """Return the start of a run from a checkpoint, facts for environment.json on the run that saved the checkpoint, and
     notes to print. `check_before_preparation` has compared the configurations.
 

@@ -85,7 +85,7 @@ class StopRequest:
             os.close(null_device)
 
 
-class StoppableDDP(L.pytorch.strategies.DDPStrategy):
+class SignalRestoringDDP(L.pytorch.strategies.DDPStrategy):
     """This strategy is Lightning's DDP, except that the stop request handles SIGTERM from the first barrier of a phase
     on.
 

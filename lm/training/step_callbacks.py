@@ -214,12 +214,12 @@ class Checkpoints(StepCallback):
             self.prune(module.phase_start.run_state.best)
         self.run.clock.exclude_since(begin)
 
-    def prune(self, best: BestStep | None) -> None:
+    def prune(self, best_step: BestStep | None) -> None:
         """Delete all checkpoints `step-N.ckpt` except the newest, the best, the last regular ones (`is_regular_step`),
         and checkpoints at the ends of phases.
         """
         steps = [checkpoint_step(path) for path in checkpoint_paths(self.folder)]
         regular_steps = [step for step in steps if self.is_regular_step(step)][-self.config.trainer.keep_checkpoints :]
-        kept_steps = {self.saved_step, best and best.step, *regular_steps, *self.config.phase_ends[:-1]}
+        kept_steps = {self.saved_step, best_step and best_step.step, *regular_steps, *self.config.phase_ends[:-1]}
         for step in {*steps} - kept_steps:
             checkpoint_path(self.folder, step).unlink(missing_ok=True)

@@ -116,14 +116,14 @@ def _another_run_error(path: Path, config: Config) -> RunError:
     )
 
 
-def refuse_moved_run(config: Config, config_files: list[str]) -> None:
-    """Check that `resume=auto` with the config.yaml of a run folder, one of `config_files`, goes on with the run in
-    that folder.
+def refuse_moved_run_folder(config: Config, command_arguments: list[str]) -> None:
+    """Check that `resume=auto` with the config.yaml of a run folder, one of `command_arguments`, goes on with the run
+    in that folder.
 
     Raises RunError: a new run would start, as the folder was renamed, or as the key `runs` is a path relative to
     another working directory.
     """
-    for folder in [Path(file).parent / CHECKPOINTS_FOLDER for file in config_files if config.resume == "auto"]:
+    for folder in [Path(file).parent / CHECKPOINTS_FOLDER for file in command_arguments if config.resume == "auto"]:
         if (checkpoints := checkpoint_paths(folder)) and not owns_checkpoint(config.run_folder, checkpoints[-1]):
             raise _another_run_error(checkpoints[-1], config)
 

@@ -154,7 +154,9 @@ def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypat
     monkeypatch.setattr(contract, "make_normalizer", make)
     problems = {
         check.__name__: problem
-        for check, (_, problem) in zip(CHECKS, check_promises(OfBroken(), PLUGINS.locate_failure), strict=True)
+        for check, (_, problem) in zip(
+            CHECKS, check_promises(OfBroken(), PLUGINS.failure_and_check_command), strict=True
+        )
     }
     assert {name for name, problem in problems.items() if problem} >= BROKEN[broken], problems
     for name in BROKEN[broken]:  # a sentence that names what fails, where numbers are compared an entry, and what to do
@@ -172,7 +174,7 @@ def test_a_normalizer_that_can_not_be_used_is_said_so_once_without_a_hint(monkey
             return v, None
 
     monkeypatch.setattr(contract, "make_normalizer", Pair)
-    ((_, problem),) = check_promises(OfBroken(), PLUGINS.locate_failure)
+    ((_, problem),) = check_promises(OfBroken(), PLUGINS.failure_and_check_command)
     assert problem == "stopped by TypeError: `forward` gives tuple, not a tensor"
 
 
@@ -193,7 +195,7 @@ def test_a_wrong_shape_and_what_is_not_finite_are_named_before_what_follows(
 
     setattr(Changed, method, lambda *given: change(getattr(super(Changed, given[0]), method)(*given[1:])))
     monkeypatch.setattr(contract, "make_normalizer", Changed)
-    ((_, found),) = check_promises(OfBroken(), PLUGINS.locate_failure)
+    ((_, found),) = check_promises(OfBroken(), PLUGINS.failure_and_check_command)
     name = {"forward": "`forward`", "normalize": "`(forward|weights)`"}[method]
     assert re.search(f"stopped by ValueError: {name} {problem}", found), found
 

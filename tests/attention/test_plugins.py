@@ -335,12 +335,12 @@ def test_code_is_identified_by_all_files_of_its_package_as_they_were_imported(po
     def imported() -> dict[str, str]:
         forget("powers")
         load_config([*arguments, NAMED])
-        return PLUGINS.code_digests(["softmax", NAME])
+        return PLUGINS.package_digests(["softmax", NAME])
 
     before = imported()
     assert (list(before), imported()) == ([NAME], before)
     (powers / "helpers.py").write_text("ONE = 1\n")
-    assert PLUGINS.code_digests([NAME]) == before, "an edit while a run trains is not what runs"
+    assert PLUGINS.package_digests([NAME]) == before, "an edit while a run trains is not what runs"
     assert imported() != before
 
 

@@ -16,7 +16,7 @@ from lm.experiments.definition import present_plan, read_experiment
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.runs.evaluations import evaluation_files, load_evaluation
-from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RESOLVED_FILE
+from lm.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, EXPERIMENT_SETTINGS_FILE
 
 SEEDS = {"tune": None, "seeds": [1, 2, 3]}
 MORE = {
@@ -30,10 +30,10 @@ SETTLED = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "
 def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     """An experiment all of whose runs have ended, as its first start settled it."""
     procedure = Procedure(read_experiment(write_experiment(folder, **SEEDS | changes), overrides))
-    write_recorded_file(procedure.experiment.folder / RESOLVED_FILE, SETTLED)
+    write_recorded_file(procedure.experiment.folder / EXPERIMENT_SETTINGS_FILE, SETTLED)
     procedure = open_experiment(procedure.experiment)
     write_recorded_file(
-        procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN_KEY: present_plan(procedure.experiment)}
+        procedure.experiment.folder / EXPERIMENT_SETTINGS_FILE, SETTLED | {PLAN_KEY: present_plan(procedure.experiment)}
     )
     finish_all_runs(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
@@ -125,13 +125,13 @@ def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrid
 
 def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_path, overrides):
     experiment = started(tmp_path, overrides).experiment
-    (experiment.folder / RESOLVED_FILE).unlink()
+    (experiment.folder / EXPERIMENT_SETTINGS_FILE).unlink()
     for _ in range(2):
         procedure = open_experiment(experiment)
         assert exploratory(procedure) == ["ssmax"]
         assert any("what was planned before the first run is not known" in note for note in procedure.notes())
         write_recorded_file(
-            experiment.folder / RESOLVED_FILE, SETTLED | {PLAN_KEY: None}
+            experiment.folder / EXPERIMENT_SETTINGS_FILE, SETTLED | {PLAN_KEY: None}
         )  # as a start after the loss leaves it
 
 
@@ -142,7 +142,7 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
     start_experiment(read_experiment(write_experiment(tmp_path, tune=None), [*arguments[1:], "log.progress=none"]))
     changed = write_experiment(tmp_path, tune=None, primary={"matters": 0.2}, seeds=[2, 3, 5, 4])
     assert start_experiment(read_experiment(changed, arguments[1:])).plan_notes == []
-    plan = read_json(folder / RESOLVED_FILE)[PLAN_KEY]["shared"]
+    plan = read_json(folder / EXPERIMENT_SETTINGS_FILE)[PLAN_KEY]["shared"]
     assert (plan["primary.matters"], plan["seeds"]) == (0.2, [2, 3, 4, 5])
 
 
@@ -151,7 +151,7 @@ def test_a_margin_that_is_changed_in_the_recorded_plan_too_is_refused(arguments,
 
     file = (
         start_experiment(read_experiment(write_experiment(tmp_path, tune=None), arguments[1:])).experiment.folder
-        / RESOLVED_FILE
+        / EXPERIMENT_SETTINGS_FILE
     )
     file.write_text(file.read_text().replace('matters": 0.05', 'matters": 0.2'))
     with pytest.raises(RunError, match=r"resolved\.json: was altered, .*; bring it back"):

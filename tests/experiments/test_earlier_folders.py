@@ -12,7 +12,7 @@ from trials import TWO_ARM_EXPERIMENT
 from lm.config.load import load_config, to_yaml
 from lm.experiments.compare import open_experiment
 from lm.experiments.definition import config_hash, read_experiment
-from lm.runs.folder import CONFIG_FILE, RESOLVED_FILE
+from lm.runs.folder import CONFIG_FILE, EXPERIMENT_SETTINGS_FILE
 
 # What version 0.11.0 recorded of `ARMS`, whose base is tests/tiny.yaml: the folders of its runs, and its plan.
 EARLIER = json.loads((Path(__file__).parent / "earlier_folder.json").read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def test_runs_of_an_earlier_version_are_gone_on_with_and_its_plan_is_unchanged(t
         "threads": 1,
         "overrides": overrides,
     }
-    write_recorded_file(tmp_path / "runs" / "trial" / RESOLVED_FILE, settings | {"planned": EARLIER["plan"]})
+    write_recorded_file(tmp_path / "runs" / "trial" / EXPERIMENT_SETTINGS_FILE, settings | {"planned": EARLIER["plan"]})
     procedure = open_experiment(read_experiment(path, overrides))
     finish_all_runs(
         procedure,

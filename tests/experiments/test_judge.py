@@ -59,7 +59,7 @@ def test_committed_results_give_their_committed_verdicts(shown):
             verdict.reason,
             verdict.p if verdict.seed_count else None,
         )
-        assert line["words"] == verdict.full_statement
+        assert line["words"] == verdict.statement_with_seeds
         assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.as_list()]
 
 

@@ -54,11 +54,7 @@ CLAIMS = {
     "a table of positions": ("p_n", {"seq_len": 10**7}, r"size mismatch for \S+normalizer\.p"),
     "a length beyond all": ("ssmax", {"seq_len": 10**12}, r"data\.seq_len = 1000000000000: must be"),
     "another normalizer": ("softmax", {"normalizer": {"name": "ssmax"}}, r"Missing key\(s\) .*normalizer\.s"),
-    "a plainer normalizer": (
-        "ssmax",
-        {"normalizer": {"name": "softmax"}},
-        r"Unexpected key\(s\) .*normalizer\.s",
-    ),
+    "a plainer normalizer": ("ssmax", {"normalizer": {"name": "softmax"}}, r"Unexpected key\(s\) .*normalizer\.s"),
 }
 
 

@@ -27,17 +27,16 @@ def test_a_run_is_read_whole(report_runs):
     validation, bits, *long = (curve for evaluation in run.evaluations for curve in curves_of(evaluation))
     assert [len(units.values) for units in validation.points] == [128]
     assert bits.points == []
-    assert [(curve.setting, len(curve.points[0].values)) for curve in long] == [
-        ("as trained", 24),
-        ("theta x 50", 24),
-    ]
+    assert [(curve.setting, len(curve.points[0].values)) for curve in long] == [("as trained", 24), ("theta x 50", 24)]
     assert [len(run.curve(name).tokens) for name in LOSS_TITLES] == [100, 20]
 
 
 @pytest.mark.parametrize(("init", "words"), [("match", " (init match)"), ("", ""), (None, "")])
 def test_the_label_of_a_swapped_run_names_the_init_of_new_parameters_where_there_is_one(init: str | None, words: str):
     entries = {"swap.normalizer": "softmax", "swap.init": init}
-    run = SimpleNamespace(phase_normalizers=[(0, {"name": "log_n"})], config={}, environment_entry=entries.get)
+    run = SimpleNamespace(
+        start_steps_and_normalizers=[(0, {"name": "log_n"})], config={}, environment_entry=entries.get
+    )
     assert normalizer_history_label(run) == f"softmax -> log_n after training{words}"
 
 

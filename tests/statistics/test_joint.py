@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 from scipy.stats import beta, dunnett, t, ttest_1samp, ttest_ind
 
-from lm.statistics.intervals import MAX_CORRELATION, Family, bounded_mean_ends, joint_tail_probability, mean_correlation
+from lm.statistics.intervals import (
+    MAX_CORRELATION,
+    Family,
+    bounded_mean_ends,
+    cautious_mean_correlation,
+    joint_tail_probability,
+)
 from lm.statistics.verdicts import UNTUNED_OBSTACLE, Comparison, comparison_family, judge_comparisons, stack_comparisons
 
 TABLES = 500  # random tables of each design
@@ -92,14 +98,14 @@ def test_the_correlation_is_estimated_cautiously():
         estimates = []
         for _ in range(300):
             factor = np.sqrt(truth) * random.standard_normal((1, 6))
-            estimates.append(mean_correlation(factor + np.sqrt(1 - truth) * random.standard_normal((5, 6))))
+            estimates.append(cautious_mean_correlation(factor + np.sqrt(1 - truth) * random.standard_normal((5, 6))))
         assert all(0 <= estimate <= MAX_CORRELATION for estimate in estimates)
         means[truth] = np.mean(estimates)
     assert means[0.0] < 0.05
     assert 0.05 < means[0.3] < 0.3
     assert means[0.3] < means[0.5] < 0.5
-    assert mean_correlation(np.array([[1.0, 2, 4, 3]] * 3)) == MAX_CORRELATION
-    assert mean_correlation(np.array([[1.0, 1, 1], [1, 2, 5]])) == 0
+    assert cautious_mean_correlation(np.array([[1.0, 2, 4, 3]] * 3)) == MAX_CORRELATION
+    assert cautious_mean_correlation(np.array([[1.0, 1, 1], [1, 2, 5]])) == 0
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (6, 9), (1, 16)])
@@ -122,7 +128,7 @@ def test_bounded_ends_of_agreeing_seeds_are_where_a_failure_can_be_missed():
 
 
 def accuracy(values: list[float]) -> Comparison:
-    return Comparison(values, higher_is_better=True, value_bounds=(-1.0, 1.0))
+    return Comparison(values, higher_is_better=True, difference_or_value_bounds=(-1.0, 1.0))
 
 
 def test_equivalence_of_accuracies_takes_seeds_enough_to_see_one_fail():
@@ -141,7 +147,7 @@ def test_equivalence_of_accuracies_takes_seeds_enough_to_see_one_fail():
 
 def test_seeds_that_agree_on_a_large_difference_leave_out_0_and_no_more():
     verdict = judge_comparisons({"a": accuracy([1.0] * 6)}, 0.25)["a"]
-    assert verdict.full_statement == "better, perhaps by less than 0.25 (6 seeds)"
+    assert verdict.statement_with_seeds == "better, perhaps by less than 0.25 (6 seeds)"
     assert verdict.interval.as_list() == pytest.approx([1.0, 2 * 0.025 ** (1 / 6) - 1, 1.0], rel=1e-6)
     small = judge_comparisons({"a": accuracy([1 / 128] * 6)}, 0.25)["a"]
     assert (small.kind, small.p) == ("better", 2**-5)
@@ -153,7 +159,7 @@ def test_seeds_that_agree_on_a_large_difference_leave_out_0_and_no_more():
 def test_unpaired_accuracies_take_twice_the_care_as_either_arm_may_fail(seeds: int):
     arm = np.ones((1, seeds))
     comparison = Comparison(
-        [[[0.0] * seeds]], higher_is_better=True, unpaired_values=(arm, arm), value_bounds=(0.0, 1.0)
+        [[[0.0] * seeds]], higher_is_better=True, unpaired_values=(arm, arm), difference_or_value_bounds=(0.0, 1.0)
     )
     verdict = judge_comparisons({"a": comparison}, 0.25)["a"]
     end = 1 - 0.025 ** (1 / seeds)

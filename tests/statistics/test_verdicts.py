@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2, nct, t, ttest_1samp
 
 from lm.statistics.intervals import estimate_over_seeds_and_documents
-from lm.statistics.verdicts import (
-    UNTUNED_OBSTACLE,
-    Comparison,
-    judge_comparisons,
-    power,
-    seeds_needed,
-)
+from lm.statistics.verdicts import UNTUNED_OBSTACLE, Comparison, judge_comparisons, power, seeds_needed
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from simulate_verdicts import AwkwardWorld, World, simulate_trials
@@ -119,9 +113,9 @@ def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_tha
 )
 def test_words_hold_for_one_situation_and_name_the_margin(differences: list[float], words: str):
     verdict = judge_comparisons({"a": Comparison(differences)}, MATTERS)["a"]
-    assert verdict.full_statement == words
+    assert verdict.statement_with_seeds == words
     assert " over " not in verdict.reason, "the words end with the number of seeds"
-    assert replace(verdict, is_exploratory=True).full_statement == f"exploratory: {words}"
+    assert replace(verdict, plan_changed_after_results=True).statement_with_seeds == f"exploratory: {words}"
 
 
 def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
@@ -170,19 +164,22 @@ def unpaired(values: list[float]) -> Comparison:
     """The comparison of a half of the values with the other half, brought into 0 and 1."""
     arm, baseline = (np.array([values[part]]) + 0.5 for part in (slice(0, None, 2), slice(1, None, 2)))
     count = min(arm.shape[1], baseline.shape[1])
-    return Comparison(arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), value_bounds=(0.0, 1.0))
+    return Comparison(
+        arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), difference_or_value_bounds=(0.0, 1.0)
+    )
 
 
 @settings(deadline=None)  # quadratures
-@given(families(), st.sampled_from([Comparison, partial(Comparison, value_bounds=(-1.0, 1.0)), unpaired]))
+@given(families(), st.sampled_from([Comparison, partial(Comparison, difference_or_value_bounds=(-1.0, 1.0)), unpaired]))
 def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], compare: Callable):
     comparisons = {number: compare(values * 2) for number, values in enumerate(family)}
     found_verdicts = judge_comparisons(comparisons, MATTERS)
     for verdict in found_verdicts.values():
         low, high = verdict.interval.low, verdict.interval.high
         without_0, is_within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
-        assert low < high or comparisons[0].value_bounds is None, "an interval of an accuracy has a length"
-        assert comparisons[0].value_bounds is None or -1 <= low <= high <= 1
+        is_accuracy = comparisons[0].difference_or_value_bounds is not None
+        assert low < high or not is_accuracy, "an interval of an accuracy has a length"
+        assert not is_accuracy or -1 <= low <= high <= 1
         expected = {
             (True, True): ("difference below margin",), (True, False): ("better", "worse"),
             (False, True): ("no difference above margin",), (False, False): ("undecided",),
@@ -198,7 +195,7 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     values = spread(0.03, 0.03, 7)
     units = np.array(values)[:, None] + np.random.default_rng(0).normal(0, 0.02, (7, 9))
     on_other_text = estimate_over_seeds_and_documents(units[None, None], np.ones(9), np.arange(9))
-    comparison = Comparison(values, document_estimate=on_other_text)
+    comparison = Comparison(values, seed_and_document_estimate=on_other_text)
     nothing = Comparison((), obstacle=UNTUNED_OBSTACLE)
     for count in (1, 4, 6):
         verdict = judge_comparisons(dict(enumerate([comparison] + [nothing] * (count - 1))), MATTERS)[0]
@@ -207,7 +204,7 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
         assert verdict.interval.as_list() == pytest.approx([0.03, 0.03 - half, 0.03 + half])
         assert verdict.unadjusted_interval.as_list() == pytest.approx([0.03, 0.03 - half_alone, 0.03 + half_alone])
         reach = on_other_text.half_width(alpha).item() * np.array([0, -1, 1])
-        assert verdict.document_interval.as_list() == pytest.approx(list(on_other_text.mean.item() + reach))
+        assert verdict.seed_and_document_interval.as_list() == pytest.approx(list(on_other_text.mean.item() + reach))
         assert verdict.p == pytest.approx(1 - (1 - ttest_1samp(values, 0).pvalue) ** count)
         assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS, alpha)
     at_two_rates = judge_comparisons({"a": Comparison(np.array([[values], [values]]))}, MATTERS)["a"]

@@ -210,11 +210,7 @@ def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = write_experiment(tmp_path, tune=None, seeds=[1, 2])
-    overrides = [
-        "trainer.max_steps=2",
-        "optim.warmup_steps=1",
-        "eval.long_context.length_factor=0",
-    ]
+    overrides = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0"]
     result = lm("compare", str(file), *arguments[1:], *overrides)  # wandb is off
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "runs" / "trial"

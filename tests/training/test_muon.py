@@ -9,12 +9,7 @@ from lm.config.training_config import Muon, OptimConfig
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, parameter_group, projection_rows
 from lm.runs.checkpoints import load_checkpoint
-from lm.training.optimizers import (
-    MUON_BATCH_ELEMENTS,
-    make_optimizer,
-    orthogonal_approximation,
-    saved_optimizer_state,
-)
+from lm.training.optimizers import MUON_BATCH_ELEMENTS, make_optimizer, orthogonal_approximation, saved_optimizer_state
 from lm.training.train import train
 
 MODELS = {

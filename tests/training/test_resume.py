@@ -34,7 +34,13 @@ from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.evaluations import Evaluation, evaluation_files, load_evaluation, model_selection_mask, selection_loss
+from lm.runs.evaluations import (
+    Evaluation,
+    evaluation_files,
+    load_evaluation,
+    model_selection_mask,
+    selection_loss_and_sha256,
+)
 from lm.runs.folder import checkpoint_paths
 from lm.runs.loading import load
 from lm.training.train import train
@@ -46,10 +52,7 @@ SCENARIOS = {
     "dropout": (["model.dropout=0.2"], (3,)),
     "twice in a row": (["model.dropout=0.2", "trainer.micro_batch=2"], (3, 6)),
     "mixed lengths": (["data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}", "trainer.micro_batch=2"], (3,)),
-    "isolated documents": (
-        ["data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}", "data.documents=isolate"],
-        (3,),
-    ),
+    "isolated documents": (["data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}", "data.documents=isolate"], (3,)),
     "bf16": (["trainer.precision=bf16-mixed"], (3,)),
 }
 SWAPS = {
@@ -274,7 +277,7 @@ def validations(folder: Path) -> dict[int, Evaluation]:
 
 def selection_losses(folder: Path) -> dict[int, float]:
     """By step, the validation loss on the documents that choose the best checkpoint."""
-    return {step: selection_loss(validation)[0] for step, validation in validations(folder).items()}
+    return {step: selection_loss_and_sha256(validation)[0] for step, validation in validations(folder).items()}
 
 
 # held-out documents of both parts
@@ -295,7 +298,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny):
     samples = validation.frame[validation.frame["sample"].notna()]  # beside them stands the mean of bits per byte
     assert selects.tolist() == (samples["part"] == "selects").tolist()
     frame = validation.frame.assign(value=validation.frame["value"] + (validation.frame["part"] == "reports"))
-    assert selection_loss(replace(validation, frame=frame)) == (
+    assert selection_loss_and_sha256(replace(validation, frame=frame)) == (
         pytest.approx(best["loss"], abs=1e-6), best["sequences_sha256"],
     )  # fmt: skip
     assert logged_values(config.run_folder, "val/loss") == [

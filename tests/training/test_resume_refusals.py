@@ -17,14 +17,7 @@ from folders import EVERY_STEP_OPTIONS, checkpoint_weights, last_checkpoint, run
 
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
-from lm.files import (
-    folder_lock,
-    new_folder,
-    new_temporary_path,
-    write_json,
-    write_text,
-    write_together,
-)
+from lm.files import folder_lock, new_folder, new_temporary_path, write_json, write_text, write_together
 from lm.runs.checkpoints import save_checkpoint
 from lm.runs.folder import ALREADY_TRAINING, METRICS_FILE, checkpoint_paths
 from lm.runs.loading import export, load
@@ -34,10 +27,7 @@ from lm.training.train import train
 def test_a_run_folder_in_use_is_refused(tiny):
     config = tiny("name=used")
     train(config)
-    with (
-        folder_lock(config.run_folder, ALREADY_TRAINING),
-        pytest.raises(RunError, match="another process is training"),
-    ):
+    with folder_lock(config.run_folder, ALREADY_TRAINING), pytest.raises(RunError, match="another process is training"):
         train(tiny("name=used", "resume=auto"))
 
 

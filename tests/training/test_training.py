@@ -18,7 +18,7 @@ from lm.files import new_temporary_path
 from lm.machine import command_line
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import checkpoint_paths
-from lm.training.fit import truncate_run
+from lm.training.fit import truncate_results
 from lm.training.loggers import MetricsFile
 from lm.training.module import LanguageModel
 from lm.training.step_callbacks import StopOnSignal
@@ -226,7 +226,7 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
         (tmp_path / name).write_text("")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    truncate_run(tmp_path, 2)
+    truncate_results(tmp_path, 2)
     assert [p.name for p in [*tmp_path.glob(".*"), *tmp_path.glob("checkpoints/.*")]] == [".nfs000001"]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.csv"]
