@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import starmap
-from typing import Literal
 
 import numpy as np
 import scipy  # its parts are imported at their first use, as they take half a second that most commands need not
@@ -84,7 +83,7 @@ class Estimate:
         )
         return np.maximum.reduce([half, *(floor.half_width(alpha) for floor in self.minimum_width_estimates)])
 
-    def one_sided_p(self, null_sign: Literal[-1, 1]) -> np.ndarray:
+    def one_sided_p(self, null_sign: int) -> np.ndarray:
         """Return the one-sided p, (...,), of the null hypothesis that the mean is at least 0 (`null_sign` 1), or at
         most 0 (`null_sign` -1).
 
