@@ -137,7 +137,7 @@ def print_memory(arguments: argparse.Namespace) -> None:
         print(f"{name + (', dense' if dense else ''):<24} {figure:>10}", flush=True)
 
 
-def print_added_memory(arguments: argparse.Namespace) -> None:
+def print_peak_memory_of_call(arguments: argparse.Namespace) -> None:
     """Print the peak of resident memory above what was there before one attention call, in MiB. It needs a
     new process.
     """
@@ -148,7 +148,7 @@ def print_added_memory(arguments: argparse.Namespace) -> None:
     print(f"{(peak_process_bytes() - before) / 2**20:,.0f}")
 
 
-def measure_long_sequence(arguments: argparse.Namespace) -> None:
+def measure_long_evaluation(arguments: argparse.Namespace) -> None:
     """Print the seconds and the peak memory, beyond model and sequence, of the loss by position of one long
     sequence.
     """
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     arguments.seq_len = arguments.seq_len or DEFAULT_LENGTHS[arguments.what]
-    functions = {"memory": print_memory, "memory-of": print_added_memory, "long": measure_long_sequence}
+    functions = {"memory": print_memory, "memory-of": print_peak_memory_of_call, "long": measure_long_evaluation}
     if arguments.what in functions:
         return functions[arguments.what](arguments)
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from bench import StepFunction, print_ratios, time_interleaved
 from committed_results import RESULTS_FOLDER
-from loss_results import REPEATED_BASELINE_NAME
+from loss_results import SECOND_BASELINE_TIMING
 from tensor_memory import TensorMemory
 
 from lm.config.tree import Config
@@ -68,7 +68,7 @@ def main() -> None:
     seconds = time_interleaved(
         {
             arm: training_step(arm_config, vocab_size)
-            for arm, arm_config in (configs | {REPEATED_BASELINE_NAME: config}).items()
+            for arm, arm_config in (configs | {SECOND_BASELINE_TIMING: config}).items()
         },
         arguments.rounds,
     )

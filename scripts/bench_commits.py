@@ -133,10 +133,8 @@ def start_worker(timed_model: dict[str, object], package_folder: Path) -> subpro
         timed_model: what the process times, as `WORKER_SCRIPT` reads it: shape, threads, recipe and normalizer.
         package_folder: folder with the commit's package.
     """
-    command, environment = (
-        [sys.executable, "-c", WORKER_SCRIPT, json.dumps(timed_model)],
-        {**os.environ, "PYTHONPATH": str(package_folder)},
-    )
+    command = [sys.executable, "-c", WORKER_SCRIPT, json.dumps(timed_model)]
+    environment = {**os.environ, "PYTHONPATH": str(package_folder)}
     process = subprocess.Popen(
         command, cwd=package_folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

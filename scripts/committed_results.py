@@ -91,16 +91,14 @@ def compare_at_best_rates(
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
-    place = (0, rates.index(next(iter(baseline_values))))
-    n_shared_rates = sum(rate in arm_values for rate in baseline_values) or None
-    bounds = ACCURACY_BOUNDS if higher_is_better else None
+    place = 0, rates.index(next(iter(baseline_values)))
     return Comparison(
         by_rates,
         place,
-        n_shared_rates=n_shared_rates,
+        n_shared_rates=sum(rate in arm_values for rate in baseline_values) or None,
         must_hold_at_all_rates=other_values_chose_rates,
         higher_is_better=higher_is_better,
-        difference_or_value_bounds=bounds,
+        difference_or_value_bounds=ACCURACY_BOUNDS if higher_is_better else None,
     )
 
 
@@ -112,8 +110,11 @@ def rate_text(rate: float) -> str:
     return f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e")
 
 
+TrainingFraction = float  # fraction of the training's steps that is done, from 0 to 1
+
+
 def trend_table(
-    values_by_training_part: Mapping[str, Mapping[float, np.ndarray]],
+    values_by_trend: Mapping[str, Mapping[TrainingFraction, np.ndarray]],
     matters: float,
     higher_is_better: bool,
     format_values: Callable[[np.ndarray], str],
@@ -125,26 +126,23 @@ def trend_table(
     verdicts on these changes are one family: their intervals hold together.
 
     Args:
-        values_by_training_part: for each trend, by its name, values (seeds,) by fraction of training (0 to 1).
+        values_by_trend: for each trend, by its name, values (seeds,) by fraction of training (0 to 1).
         matters: smallest change of interest.
         higher_is_better: whether values are accuracies.
         format_values: function from the values at one fraction to their words.
         display_scale: factor and decimal places of `verdict_text`.
     """
-    parts = sorted({part for values in values_by_training_part.values() for part in values})
+    parts = sorted({part for values in values_by_trend.values() for part in values})
     lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
     changes = {}
-    for name, values in values_by_training_part.items():
+    for name, values in values_by_trend.items():
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
         bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher_is_better else None
         changes[name] = Comparison(
             slopes @ [*values.values()], higher_is_better=higher_is_better, difference_or_value_bounds=bounds
         )
     for name, verdict in judge_comparisons(changes, matters).items():
-        cells = [
-            format_values(values_by_training_part[name][part]) if part in values_by_training_part[name] else ""
-            for part in parts
-        ]
+        cells = [format_values(values_by_trend[name][part]) if part in values_by_trend[name] else "" for part in parts]
         lines.append([name, *cells, verdict_text(verdict, *display_scale)])
     return markdown_table(lines)
 

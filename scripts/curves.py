@@ -72,7 +72,7 @@ def write_corpus(folder: Path) -> None:
             (folder / name / f"{number:02d}.txt").write_text(" ".join(sentences))
 
 
-def train_in_process(arguments: list[str]) -> None:
+def train_in_new_process(arguments: list[str]) -> None:
     """Run `lm train` with these arguments in a new process. Raises SystemExit: it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "lm", "train", *arguments]
@@ -82,7 +82,7 @@ def train_in_process(arguments: list[str]) -> None:
 
 
 def train_curves(
-    names: list[str], folder: Path, jobs: int, train_run: Callable[[list[str]], None] = train_in_process
+    names: list[str], folder: Path, jobs: int, train_run: Callable[[list[str]], None] = train_in_new_process
 ) -> Curves:
     """Train the named cases, `jobs` at a time, and return their curves: values at each step, by case and metric.
 

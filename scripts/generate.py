@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--no-results", action="store_true")
     options = parser.parse_args()
-    contents = texts_from_code() | ({} if options.no_results else recompute.generated_files())
+    contents = texts_from_code() | ({} if options.no_results else recompute.content_by_generated_path())
     sizes, limits = house_sizes(), json.loads(LIMITS_FILE.read_text())
     risen = [total for total in TOTALS if sizes[total] > limits[total]]
     if not options.check and not risen:

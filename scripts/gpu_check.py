@@ -21,6 +21,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ KERNEL_KINDS = {
 BF16_PEAKS = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12}
 STEP_TOKENS, VOCAB_SIZE = (65536, 50304) if ON_GPU else (64, 100)
 
-ReportLine = tuple[str, str, str]  # what, the figure, ok | failed | a note
+ReportLine = tuple[str, str, Literal["ok", "failed", "skipped"]]  # what was checked, the figure, the state
 
 
 def main() -> int:
@@ -236,11 +237,17 @@ def gpt2_config(normalizer: str) -> ModelConfig:
     return load_config([*shape, *([] if ON_GPU else small)]).model
 
 
-def time_training(normalizer: str, length: int, compiled: bool) -> tuple[int, int, float, int]:
-    """Time training steps (forward, backward, AdamW, bf16).
+class StepCosts(NamedTuple):
+    """These are the costs of a training step, and its tokens."""
 
-    Returns tokens of a step, FLOPs of a token, median seconds of a step, and peak memory in bytes.
-    """
+    tokens: int
+    flops_per_token: int
+    seconds: float
+    peak_bytes: int
+
+
+def time_training(normalizer: str, length: int, compiled: bool) -> StepCosts:
+    """Time training steps (forward, backward, AdamW, bf16); the seconds are the median over steps."""
     decoder = Decoder(gpt2_config(normalizer), VOCAB_SIZE, length).to(DEVICE)
     if compiled:
         decoder.compile_blocks(n_lengths=1)
@@ -249,7 +256,7 @@ def time_training(normalizer: str, length: int, compiled: bool) -> tuple[int, in
     step = training_step(decoder, lambda sequences: decoder.summed_loss(Batch.from_sequences(sequences)), length)
     times = time_interleaved({"step": step}, 10 if ON_GPU else 1)["step"]
     peak_bytes = torch.cuda.max_memory_allocated() if ON_GPU else 0
-    return STEP_TOKENS, flops_per_token(decoder), float(np.median(times)), peak_bytes
+    return StepCosts(STEP_TOKENS, flops_per_token(decoder), float(np.median(times)), peak_bytes)
 
 
 def training_step(
@@ -341,7 +348,7 @@ def import_from_path(path: str) -> types.ModuleType:
     return module
 
 
-def measure_long_sequence(output_folder: Path) -> list[ReportLine]:
+def measure_long_evaluation(output_folder: Path) -> list[ReportLine]:
     """Measure the loss by position of one sequence of 131,072 tokens, at GPT-2's shape with RoPE: seconds and peak
     memory.
     """
@@ -373,7 +380,7 @@ CHECKS: dict[str, Callable[[Path], list[ReportLine]]] = {
     "kernels": time_kernels,
     "speed": measure_speed,
     "where": profile_step,
-    "long": measure_long_sequence,
+    "long": measure_long_evaluation,
 }
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from committed_results import (
     ARM_COLOUR_NUMBERS,
     RESULTS_FOLDER,
     ExperimentResults,
+    TrainingFraction,
     compare_at_best_rates,
     final_run_lines,
     markdown_table,
@@ -24,11 +26,25 @@ from lm.report.pictures import COLOURS
 from lm.statistics.intervals import estimate_over_seeds
 from lm.statistics.verdicts import Comparison, Verdict, judge_comparisons
 
-REPEATED_BASELINE_NAME = "the baseline again"  # the second timing of the baseline in costs.csv, which shows the noise
-LONG_CONTEXT_SETTINGS = (
-    "as trained",
-    "theta x 50",
-)  # inference settings in which sequences beyond the training length are measured
+SECOND_BASELINE_TIMING = "the baseline again"  # the second timing of the baseline in costs.csv, which shows the noise
+# inference settings in which sequences beyond the training length are measured
+LONG_CONTEXT_SETTINGS = ("as trained", "theta x 50")
+
+
+RowAndBaseline = tuple[str, str]  # names of a table row and of the row that it is compared with
+
+
+class TableColumn(NamedTuple):
+    """A column of the table shows a metric under an inference setting, at `x`, a length or a position in tokens.
+
+    If there is an arm whose name is a row's arm with `arm_suffix`, the column shows that arm in the row. `x` is 0 if the
+    metric has none.
+    """
+
+    arm_suffix: str
+    metric: str
+    setting: str
+    x: int
 
 
 @dataclass(frozen=True)
@@ -41,18 +57,16 @@ class LossResults(ExperimentResults):
         labels: words for the rows of the table, by their names. A row's name begins with the name of its arm. After a
             comma stands what an inference setting changes of the normalizer, such as `ssmax, n=fixed:753`.
         compared_pairs: the rows that are compared, each with its baseline.
-        columns: by the setting's words, (suffix, metric, inference setting, x). If there is an arm whose name is a
-            row's arm with this suffix, the setting shows that arm in the row. x is a length or a position in tokens; 0
-            if the metric has none.
-        decisive_settings: the settings that are compared; all verdicts are one family, whose intervals hold together.
-        tuning_setting: the setting whose loss chose the learning rates. A verdict in another setting must hold at every
+        columns: the table's columns, by heading.
+        decisive_columns: the columns that are compared; all verdicts are one family, whose intervals hold together.
+        tuning_column: the column whose loss chose the learning rates. A verdict in another column must hold at every
             rate.
         matters: smallest difference of interest, in nats; a fraction if the metric is an accuracy.
         shown_size: the model size or corpus whose runs are shown; empty if there is only one.
         picture_rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel each setting.
         train_length: training length, in tokens.
-        trend_arms: for each trend its arms, each with a fraction of training (0 to 1), such as the time of its swap. A
-            line is fitted through each seed's runs.
+        training_fractions_by_trend: for each trend its arms, each with a fraction of training (0 to 1), such as the time of
+            its swap. A line is fitted through each seed's runs.
         shows_token_counts: whether there is a table of the training tokens that each arm needs to reach a common loss
             (`token_table`).
         table_suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
@@ -62,25 +76,25 @@ class LossResults(ExperimentResults):
         extra_columns: further columns, such as results of another experiment. By heading, each is a function from a
             row's name to the words of its cell.
         draws_intervals: whether the verdicts' differences and intervals are drawn.
-        transfer_settings: settings whose change from `tuning_setting` is compared between pairs, as one family of its
-            own.
+        change_from_tuning_columns: columns whose change from `tuning_column` is compared between pairs, as one family
+            of its own.
     """
 
-    compared_pairs: tuple[tuple[str, str], ...]
-    columns: Mapping[str, tuple[str, str, str, int]]
-    decisive_settings: tuple[str, ...] = LONG_CONTEXT_SETTINGS
-    tuning_setting: str = "theta x 50"
+    compared_pairs: tuple[RowAndBaseline, ...]
+    columns: Mapping[str, TableColumn]
+    decisive_columns: tuple[str, ...] = LONG_CONTEXT_SETTINGS
+    tuning_column: str = "theta x 50"
     matters: float = 0.02
     shown_size: str = ""
-    picture_rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    picture_rows: Mapping[str, tuple[RowAndBaseline, ...]] = field(default_factory=dict)
     train_length: int = 256
-    trend_arms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    training_fractions_by_trend: Mapping[str, Mapping[str, TrainingFraction]] = field(default_factory=dict)
     shows_token_counts: bool = False
     table_suffix: str = ""
     is_accuracy: bool = False
     ranks_arms: bool = False
     extra_columns: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
-    transfer_settings: tuple[str, ...] = ()
+    change_from_tuning_columns: tuple[str, ...] = ()
     draws_intervals: bool = False
 
     @property
@@ -102,22 +116,20 @@ class LossResults(ExperimentResults):
     @cached_property
     def row_names(self) -> list[str]:
         """Return the names of the table's rows, in their order."""
-        best = (
-            {
-                row_name: next(iter(self.values_by_rate(row_name, self.tuning_setting).values())).mean()
-                for row_name in self.labels
-            }
-            if self.ranks_arms
-            else {}
-        )
-        return sorted(self.labels, key=best.__getitem__) if best else [*self.labels]
+        if not self.ranks_arms:
+            return [*self.labels]
+        best = {
+            row_name: next(iter(self.values_by_rate(row_name, self.tuning_column).values())).mean()
+            for row_name in self.labels
+        }
+        return sorted(self.labels, key=best.__getitem__)
 
     def values_by_rate(self, row_name: str, column: str) -> dict[float, np.ndarray]:
         """Return the losses (seeds,) of a row in the setting `column` by learning rate.
 
-        The rate that is best in the setting `tuning_setting` comes first.
+        The rate that is best in the column `tuning_column` comes first.
         """
-        tuned = self._losses_of_row(row_name, self.tuning_setting)
+        tuned = self._losses_of_row(row_name, self.tuning_column)
         runs = self._losses_of_row(row_name, column)
         return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
 
@@ -127,8 +139,8 @@ class LossResults(ExperimentResults):
 
         Raises LookupError: a loss or an accuracy was not measured.
         """
-        end, metric, setting, x = self.columns[column]
-        arm, setting = _arm_and_setting(row_name, setting)
+        end, metric, base_setting, x = self.columns[column]
+        arm, setting = _arm_and_full_setting(row_name, base_setting)
         is_arm = any(name == arm + end for name, *_ in self._losses)
         place = arm + end if is_arm else arm, metric, setting, x
         if place not in self._losses and metric.endswith(("loss", "accuracy")):
@@ -143,7 +155,7 @@ class LossResults(ExperimentResults):
         and by learning rate.
         """
         data = self.final_runs[
-            self.final_runs.metric.isin({metric for _, metric, *_ in self.columns.values()})
+            self.final_runs.metric.isin({column.metric for column in self.columns.values()})
         ].sort_values("seed")
         losses: dict[tuple[str, str, str, int], dict[float, np.ndarray]] = {}
         for (*place, rate), runs in data.groupby(["arm", "metric", "setting", "x", "rate"]):
@@ -157,9 +169,9 @@ class LossResults(ExperimentResults):
             (*pair, column): compare_at_best_rates(
                 *(self.values_by_rate(row_name, column) for row_name in pair),
                 higher_is_better=self.is_accuracy,
-                other_values_chose_rates=column != self.tuning_setting,
+                other_values_chose_rates=column != self.tuning_column,
             )
-            for pair, column in product(self.compared_pairs, self.decisive_settings)
+            for pair, column in product(self.compared_pairs, self.decisive_columns)
         }
         return judge_comparisons(comparisons, self.matters)
 
@@ -169,21 +181,25 @@ class LossResults(ExperimentResults):
 
     def tables(self) -> dict[str, str]:
         """Return the Markdown tables of the page, by name."""
-        tables = {self.table_name: self.table()} | (
-            {f"{self.table_name} verdicts": self.verdict_table()} if self.decisive_settings else {}
-        )
-        tables |= {f"{self.table_name} trends": self.trend_table()} if self.trend_arms else {}
-        tables |= {f"{self.table_name} transfers": self.transfer_table()} if self.transfer_settings else {}
-        return tables | ({f"{self.table_name} tokens": self.token_table()} if self.shows_token_counts else {})
+        tables = {self.table_name: self.table()}
+        if self.decisive_columns:
+            tables[f"{self.table_name} verdicts"] = self.verdict_table()
+        if self.training_fractions_by_trend:
+            tables[f"{self.table_name} trends"] = self.trend_table()
+        if self.change_from_tuning_columns:
+            tables[f"{self.table_name} transfers"] = self.change_from_tuning_table()
+        if self.shows_token_counts:
+            tables[f"{self.table_name} tokens"] = self.token_table()
+        return tables
 
     def table(self) -> str:
         """Return the table of mean losses in Markdown: each row in each setting, at its best rate, with the seeds'
         standard deviation.
         """
-        lines = [["", "learning rate", *self.columns, *self.extra_columns, *self.costs]]
+        lines = [["", "learning rate", *self.columns, *self.extra_columns, *self.cost_cells_by_heading]]
         for row_name in self.row_names:
             cells = [next(iter(self.values_by_rate(row_name, column).values()), None) for column in self.columns]
-            rate = rate_text(next(iter(self.values_by_rate(row_name, self.tuning_setting))))
+            rate = rate_text(next(iter(self.values_by_rate(row_name, self.tuning_column))))
             factor, digits = self.display_scale
             words = [
                 "" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})"
@@ -191,13 +207,13 @@ class LossResults(ExperimentResults):
             ]
             words += [
                 *(cell(row_name) for cell in self.extra_columns.values()),
-                *(cells[row_name] for cells in self.costs.values()),
+                *(cells[row_name] for cells in self.cost_cells_by_heading.values()),
             ]
             lines.append([self.labels[row_name], rate, *words])
         return markdown_table(lines)
 
     @cached_property
-    def costs(self) -> dict[str, dict[str, str]]:
+    def cost_cells_by_heading(self) -> dict[str, dict[str, str]]:
         """Return words for the costs of a training step, by heading and row; {} if results/NAME/costs.csv is missing.
 
         Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds. The baseline's ratio
@@ -209,7 +225,7 @@ class LossResults(ExperimentResults):
         values = pd.read_csv(path).pivot(index="round", columns=["metric", "arm"], values="value")
         logs, memory = np.log(values["seconds"]), values["bytes"].loc[0] / 2**20
         arms = {row_name: row_name.partition(", ")[0] for row_name in self.labels}
-        sides = {row_name: REPEATED_BASELINE_NAME if row_name == baseline else arm for row_name, arm in arms.items()}
+        sides = {row_name: SECOND_BASELINE_TIMING if row_name == baseline else arm for row_name, arm in arms.items()}
         ratios = {
             row_name: np.exp(estimate_over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list())
             for row_name, side in sides.items()
@@ -223,51 +239,51 @@ class LossResults(ExperimentResults):
 
     def verdict_table(self) -> str:
         """Return a Markdown table of the differences in the decisive settings, with their verdicts."""
-        lines = [["", "minus", *self.decisive_settings]]
+        lines = [["", "minus", *self.decisive_columns]]
         for row_name, baseline in (
             sorted(self.compared_pairs, key=lambda pair: self.row_names.index(pair[0]))
             if self.ranks_arms
             else self.compared_pairs
         ):
-            cells = [self.verdict_text(self.verdicts[row_name, baseline, column]) for column in self.decisive_settings]
+            cells = [self.verdict_text(self.verdicts[row_name, baseline, column]) for column in self.decisive_columns]
             lines.append([self.labels[row_name], self.labels[baseline], *cells])
         return markdown_table(lines)
 
-    def transfer_table(self) -> str:
-        """Return a Markdown table of how the loss changes from the setting `tuning_setting`, a row's change minus its
+    def change_from_tuning_table(self) -> str:
+        """Return a Markdown table of how the loss changes from the column `tuning_column`, a row's change minus its
         baseline's.
         """
 
         def change(row_name: str, column: str) -> np.ndarray:
-            before, after = (self.values_by_rate(row_name, place) for place in (self.tuning_setting, column))
+            before, after = (self.values_by_rate(row_name, place) for place in (self.tuning_column, column))
             return after[next(iter(after))] - before[next(iter(before))]
 
         comparisons = {
             (*pair, column): Comparison(change(pair[0], column) - change(pair[1], column))
-            for pair, column in product(self.compared_pairs, self.transfer_settings)
+            for pair, column in product(self.compared_pairs, self.change_from_tuning_columns)
         }
         judged = judge_comparisons(comparisons, self.matters)
         rows = [
             [
                 self.labels[row_name],
                 self.labels[baseline],
-                *(self.verdict_text(judged[row_name, baseline, x]) for x in self.transfer_settings),
+                *(self.verdict_text(judged[row_name, baseline, x]) for x in self.change_from_tuning_columns),
             ]
             for row_name, baseline in self.compared_pairs
         ]
-        return markdown_table([["", "minus", *self.transfer_settings], *rows])
+        return markdown_table([["", "minus", *self.change_from_tuning_columns], *rows])
 
     def trend_table(self) -> str:
-        """Return a Markdown table of the losses in the decisive settings by fraction of training (`trend_arms`), and of
-        their change."""
-        values_by_training_part = {
+        """Return a Markdown table of the losses in the decisive columns by fraction of training
+        (`training_fractions_by_trend`), and of their change."""
+        values_by_trend = {
             f"{name}, {column}": {
                 part: next(iter(self.values_by_rate(arm, column).values())) for arm, part in arms.items()
             }
-            for name, arms in self.trend_arms.items()
-            for column in self.decisive_settings
+            for name, arms in self.training_fractions_by_trend.items()
+            for column in self.decisive_columns
         }
-        return trend_table(values_by_training_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
+        return trend_table(values_by_trend, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
     def token_table(self) -> str:
         """Return a Markdown table of the training tokens with which each row's arm reaches a common loss. This loss is
@@ -301,12 +317,12 @@ class LossResults(ExperimentResults):
         position, lines are means over seeds, and bands their 95 % intervals at each position alone.
         """
         if self.ranks_arms:
-            return self._draw_losses()
+            return self._draw_seed_losses_by_row()
         if self.draws_intervals:
             return self._draw_differences()
         if not self.picture_rows:
             return None
-        columns = [column for column, (_, metric, *_) in self.columns.items() if metric.startswith("mean ")]
+        columns = [heading for heading, column in self.columns.items() if column.metric.startswith("mean ")]
         size, shared = (9.5, 0.8 + 2.4 * len(self.picture_rows)), {"sharex": True, "sharey": True, "squeeze": False}
         with styled_figure(len(self.picture_rows), len(columns), size, **shared) as (figure, panels):
             for row, (title, pairs) in zip(panels, self.picture_rows.items(), strict=True):
@@ -355,19 +371,19 @@ class LossResults(ExperimentResults):
             figure.supxlabel(f"position (dotted: the training length, {self.train_length} tokens)", fontsize=9)
             return svg_bytes(figure)
 
-    def _draw_losses(self) -> bytes:
+    def _draw_seed_losses_by_row(self) -> bytes:
         """Draw a line for each row of the table, with its loss in each setting: dots are seeds, rings are means.
 
         Broken lines are the means of the baseline, the first of `labels`. A ring is filled if a verdict says that the
         difference is larger than `matters`.
         """
-        columns = [column for column, (_, metric, *_) in self.columns.items() if metric.endswith("loss")]
+        columns = [heading for heading, column in self.columns.items() if column.metric.endswith("loss")]
         large = {
             (row_name, column) for (row_name, _, column), verdict in self.verdicts.items() if verdict.exceeds_margin
         }
         with styled_figure(1, 1, (7.5, 1.1 + 0.21 * len(self.row_names))) as (figure, axes):
             for number, column in enumerate(columns):
-                colour, length = COLOURS[number], self.columns[column][-1]
+                colour, length = COLOURS[number], self.columns[column].x
                 axes.plot(
                     [],
                     [],
@@ -403,14 +419,14 @@ class LossResults(ExperimentResults):
         margin as a band.
         """
         size = (
-            2.2 + 1.9 * len(self.decisive_settings) if len(self.decisive_settings) > 1 else 6,
+            2.2 + 1.9 * len(self.decisive_columns) if len(self.decisive_columns) > 1 else 6,
             1.0 + 0.24 * len(self.compared_pairs),
         )
-        with styled_figure(1, len(self.decisive_settings), size, sharey=True, sharex=True, squeeze=False) as (
+        with styled_figure(1, len(self.decisive_columns), size, sharey=True, sharex=True, squeeze=False) as (
             figure,
             panels,
         ):
-            for axes, column in zip(panels[0], self.decisive_settings, strict=True):
+            for axes, column in zip(panels[0], self.decisive_columns, strict=True):
                 axes.axvspan(-self.matters, self.matters, color="0.9", linewidth=0)
                 axes.axvline(0, color="0.3", linewidth=0.8)
                 for row, pair in enumerate(self.compared_pairs):
@@ -432,10 +448,8 @@ class LossResults(ExperimentResults):
         Positions begin at an eighth of the training length.
         """
         _, metric, setting, _ = self.columns[column]
-        (arm, setting), data = (
-            _arm_and_setting(row_name, setting),
-            self.final_runs[self.final_runs.x >= self.train_length // 8],
-        )
+        arm, setting = _arm_and_full_setting(row_name, setting)
+        data = self.final_runs[self.final_runs.x >= self.train_length // 8]
         data = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
         runs = data[(data.arm == arm) & (data.rate == next(iter(self.values_by_rate(row_name, column))))]
         return runs.pivot(index="x", columns="seed", values="value")
@@ -454,8 +468,8 @@ def tokens_to_reach(tokens: Sequence[int], losses: Sequence[float], level: float
     return math.exp(math.log(tokens_before) + fraction * math.log(tokens_after / tokens_before))
 
 
-def _arm_and_setting(row_name: str, setting: str) -> tuple[str, str]:
-    """Return a row's arm, and `setting` followed by the normalizer's option that the row's name changes, such as
+def _arm_and_full_setting(row_name: str, base_setting: str) -> tuple[str, str]:
+    """Return a row's arm, and `base_setting` followed by the normalizer's option that the row's name changes, such as
     `theta x 50, n=fixed:753`."""
     arm, comma, change = row_name.partition(", ")
-    return arm, setting + comma + change
+    return arm, base_setting + comma + change

@@ -37,7 +37,7 @@ class Overview:
         short_loss_results: losses at the training length, whose verdicts are one family.
         long_loss_results: losses beyond the training length.
         recall_results: accuracies of the same arms.
-        long_setting: the setting of `long_loss_results` that is shown.
+        long_column: the column of `long_loss_results` that is shown.
         docs_page: page of docs/ that holds the table.
         table_name: name of the table in the page, and of the picture's file in docs/.
     """
@@ -45,7 +45,7 @@ class Overview:
     short_loss_results: LossResults
     long_loss_results: LossResults
     recall_results: RecallResults
-    long_setting: str
+    long_column: str
     docs_page: str
     table_name: str = "overview-arms"
 
@@ -57,7 +57,7 @@ class Overview:
     @cached_property
     def headings(self) -> list[str]:
         """Return the headings of the four numbers."""
-        length = self.long_loss_results.columns[self.long_setting][-1]
+        length = self.long_loss_results.columns[self.long_column].x
         return [
             f"loss at {self.long_loss_results.train_length:,} tokens",
             f"loss at {length:,} tokens",
@@ -69,8 +69,8 @@ class Overview:
         """Return three verdicts on an arm: loss at the training length, loss beyond it, and recall."""
         rate, length = self.recall_results.rates(arm)[0], self.recall_results.decisive_lengths[0]
         return [
-            self.short_loss_results.verdicts[arm, self.baseline, self.short_loss_results.decisive_settings[0]],
-            self.long_loss_results.verdicts[arm, self.baseline, self.long_setting],
+            self.short_loss_results.verdicts[arm, self.baseline, self.short_loss_results.decisive_columns[0]],
+            self.long_loss_results.verdicts[arm, self.baseline, self.long_column],
             self.recall_results.verdicts[arm, rate, length],
         ]
 
@@ -79,15 +79,17 @@ class Overview:
         losses = [
             next(iter(results.values_by_rate(arm, column).values())).mean()
             for results, column in (
-                (self.short_loss_results, self.short_loss_results.decisive_settings[0]),
-                (self.long_loss_results, self.long_setting),
+                (self.short_loss_results, self.short_loss_results.decisive_columns[0]),
+                (self.long_loss_results, self.long_column),
             )
         ]
         recall = self.recall_results.accuracies[
             arm, self.recall_results.rates(arm)[0], self.recall_results.decisive_lengths[0]
         ].mean()
         ratio = (
-            "1" if arm == self.baseline else next(iter(self.long_loss_results.costs.values()))[arm].partition(" ")[0]
+            "1"
+            if arm == self.baseline
+            else next(iter(self.long_loss_results.cost_cells_by_heading.values()))[arm].partition(" ")[0]
         )
         return [*(f"{loss:.3f}" for loss in losses), f"{100 * recall:.0f} %", f"x {ratio}"]
 

@@ -12,6 +12,7 @@ from committed_results import (
     ACCURACY_BOUNDS,
     ARM_COLOUR_NUMBERS,
     ExperimentResults,
+    TrainingFraction,
     compare_at_best_rates,
     final_run_lines,
     markdown_table,
@@ -41,8 +42,8 @@ class RecallResults(ExperimentResults):
         task: the task whose accuracy is shown.
         compared_column: if arms are not tuned, the column (rate or size) by whose values they are compared.
         ranks_arms: whether arms are sorted by their accuracy at their best rates.
-        trend_arms: for each trend its arms, each with a fraction of training (0 to 1), such as the time of its swap. A
-            line is fitted through each seed's runs.
+        training_fractions_by_trend: for each trend its arms, each with a fraction of training (0 to 1), such as the time of
+            its swap. A line is fitted through each seed's runs.
     """
 
     baseline: str
@@ -53,7 +54,7 @@ class RecallResults(ExperimentResults):
     task: str = "mqar"
     compared_column: str = "rate"
     ranks_arms: bool = False
-    trend_arms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    training_fractions_by_trend: Mapping[str, Mapping[str, TrainingFraction]] = field(default_factory=dict)
 
     @property
     def token_word(self) -> str:
@@ -61,7 +62,7 @@ class RecallResults(ExperimentResults):
         return "symbols" if self.task == "mqar" else "tokens"
 
     @property
-    def guess_accuracy(self) -> float:
+    def guess_accuracy_percent(self) -> float:
         """Return the accuracy, in per cent, of a guess among the answers not asked for yet: H_k / k for k questions,
         with H_k = 1 + 1/2 + ... + 1/k."""
         count = QUESTIONS_BY_TASK[self.task]
@@ -135,7 +136,7 @@ class RecallResults(ExperimentResults):
     def tables(self) -> dict[str, str]:
         """Return the Markdown tables of the page, by name."""
         tables = {self.table_name: self.table()}
-        if self.trend_arms:
+        if self.training_fractions_by_trend:
             tables[f"{self.table_name} trends"] = self.trend_table()
         return tables
 
@@ -182,16 +183,16 @@ class RecallResults(ExperimentResults):
         return _token_text(median, f"not up to {self.lengths[-1]:,}") + counted
 
     def trend_table(self) -> str:
-        """Return a Markdown table of the accuracy at the first decisive length by fraction of training (`trend_arms`),
+        """Return a Markdown table of the accuracy at the first decisive length by fraction of training (`training_fractions_by_trend`),
         and of its change.
         """
-        values_by_training_part = {
+        values_by_trend = {
             name: {
                 part: self.accuracies[arm, self.rates(arm)[0], self.decisive_lengths[0]] for arm, part in arms.items()
             }
-            for name, arms in self.trend_arms.items()
+            for name, arms in self.training_fractions_by_trend.items()
         }
-        return trend_table(values_by_training_part, self.matters, True, _mean_and_range)
+        return trend_table(values_by_trend, self.matters, True, _mean_and_range)
 
     def _row_cells(self, arm: str, rate: float) -> list[str]:
         """Return the accuracies and the verdicts of an arm at a rate, as text."""
@@ -242,7 +243,7 @@ class RecallResults(ExperimentResults):
                 for axes, arm in zip(row, self.labels, strict=True):
                     colour = COLOURS[ARM_COLOUR_NUMBERS[arm.removeprefix("after_").removeprefix("tau_")]]
                     values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
-                    axes.axhline(self.guess_accuracy, color="0.6", linewidth=1, linestyle=":")
+                    axes.axhline(self.guess_accuracy_percent, color="0.6", linewidth=1, linestyle=":")
                     axes.plot(self.lengths, values, color=colour, linewidth=0.8, alpha=0.6)
                     axes.plot(self.lengths, values.mean(1), color=colour, linewidth=2.4)
                     axes.set_xscale("log", base=2)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from committed_results import KEPT_DIAGNOSTICS, ROOT, markdown_table
-from loss_results import LONG_CONTEXT_SETTINGS, LossResults
+from loss_results import LONG_CONTEXT_SETTINGS, LossResults, RowAndBaseline, TableColumn
 from overview import Overview
 from recall_results import RecallResults
 
@@ -75,7 +75,7 @@ TEXT_SWAP_LABELS = {
 }
 
 
-def baseline_pairs(baseline: str, row_names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def baseline_pairs(baseline: str, row_names: Iterable[str]) -> tuple[RowAndBaseline, ...]:
     """Return a pair (row, baseline) for each other row, as in `LossResults.compared_pairs`."""
     return tuple((name, baseline) for name in row_names if name != baseline)
 
@@ -85,9 +85,10 @@ GROWTH_PAIRS_NO_QK_NORM = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") 
 QK_NORM_ON_OFF_LABELS = QK_NORM_LABELS | {
     f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM_LABELS.items()
 }
-LOSS_AT_256_COLUMNS = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`LossResults.columns`)
-LOSS_AT_2048_COLUMNS = {words: ("", "mean loss", words, 2048) for words in LONG_CONTEXT_SETTINGS}
-DIAGNOSTIC_COLUMNS = {metric: ("", metric, "as trained", 0) for metric in KEPT_DIAGNOSTICS}
+# columns of tables of losses (`LossResults.columns`)
+LOSS_AT_256_COLUMNS = {"at 256 tokens": TableColumn("", "val loss", "", 0)}
+LOSS_AT_2048_COLUMNS = {words: TableColumn("", "mean loss", words, 2048) for words in LONG_CONTEXT_SETTINGS}
+DIAGNOSTIC_COLUMNS = {metric: TableColumn("", metric, "as trained", 0) for metric in KEPT_DIAGNOSTICS}
 GAU_LABELS = {
     "n-256": "relu^2, n = 256",
     "n-sample": "relu^2, n of the sample",
@@ -189,7 +190,8 @@ ALL_RESULTS = (
             "length.md",
             QK_NORM_ON_OFF_LABELS,
             (*GROWTH_PAIRS, *GROWTH_PAIRS_NO_QK_NORM, ("softmax_no_qk_norm", "softmax")),
-            LOSS_AT_256_COLUMNS | {words: ("", "mean loss", words, 2048) for words in (*LONG_CONTEXT_SETTINGS, "yarn")},
+            LOSS_AT_256_COLUMNS
+            | {words: TableColumn("", "mean loss", words, 2048) for words in (*LONG_CONTEXT_SETTINGS, "yarn")},
             shown_size=corpus,
             picture_rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM},
         )
@@ -201,7 +203,7 @@ ALL_RESULTS = (
             "length.md",
             QK_NORM_ON_OFF_LABELS,
             (),
-            {words: ("", "mean loss", words, 5120) for words in (*LONG_CONTEXT_SETTINGS, "yarn")},
+            {words: TableColumn("", "mean loss", words, 5120) for words in (*LONG_CONTEXT_SETTINGS, "yarn")},
             (),
             shown_size=corpus,
             picture_rows={"QK-norm": GROWTH_PAIRS, "no QK-norm": GROWTH_PAIRS_NO_QK_NORM}
@@ -229,13 +231,13 @@ ALL_RESULTS = (
         "gau.md",
         GAU_LABELS,
         baseline_pairs("n-256", ("n-sample", "n-visible", "n-sum", "softmax", "attention")),
-        {"256": ("", "loss", "as trained", 256)}
-        | {f"{length}": (f"-at-{length}", "loss", "as trained", length) for length in (32, 64, 128, 512)}
-        | {f"{length}, not fine-tuned": ("", "loss", "as trained", length) for length in (32, 512)},
+        {"256": TableColumn("", "loss", "as trained", 256)}
+        | {f"{length}": TableColumn(f"-at-{length}", "loss", "as trained", length) for length in (32, 64, 128, 512)}
+        | {f"{length}, not fine-tuned": TableColumn("", "loss", "as trained", length) for length in (32, 512)},
         ("32", "64", "128", "512"),
         "256",
         0.01,
-        transfer_settings=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
+        change_from_tuning_columns=("32, not fine-tuned", "512, not fine-tuned", "32", "512"),
         draws_intervals=True,
     ),
     LossResults(
@@ -244,7 +246,7 @@ ALL_RESULTS = (
         SWAP_TIME_LABELS,
         baseline_pairs("ssmax", SWAP_TIME_LABELS),
         LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
-        trend_arms=SWAP_TIME_ARMS,
+        training_fractions_by_trend=SWAP_TIME_ARMS,
     ),
     LossResults(
         "extend",
@@ -252,14 +254,17 @@ ALL_RESULTS = (
         EXTENSION_LABELS,
         baseline_pairs("softmax", EXTENSION_LABELS),
         LOSS_AT_256_COLUMNS
-        | {"861 to 1,023": ("", "loss", "as trained", 861), "mean of 4,096": ("", "mean loss", "as trained", 4096)},
+        | {
+            "861 to 1,023": TableColumn("", "loss", "as trained", 861),
+            "mean of 4,096": TableColumn("", "mean loss", "as trained", 4096),
+        },
         ("mean of 4,096",),
         "mean of 4,096",
         draws_intervals=True,
     ),
     TEXT_ALL_RESULTS,
     Overview(
-        replace(TEXT_ALL_RESULTS, decisive_settings=tuple(LOSS_AT_256_COLUMNS)),
+        replace(TEXT_ALL_RESULTS, decisive_columns=tuple(LOSS_AT_256_COLUMNS)),
         TEXT_ALL_RESULTS,
         RECALL_ALL_RESULTS,
         LONG_CONTEXT_SETTINGS[1],
@@ -353,7 +358,7 @@ ALL_RESULTS = (
         "ssmax",
         (16384,),
         0.25,
-        trend_arms=SWAP_TIME_ARMS,
+        training_fractions_by_trend=SWAP_TIME_ARMS,
         picture_kind="rows",
     ),
     RecallResults(
@@ -561,7 +566,7 @@ def insert_table(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-def generated_files() -> dict[Path, bytes]:
+def content_by_generated_path() -> dict[Path, bytes]:
     """Return the files that are made from results, by path: pages with their tables, and pictures."""
     pages: dict[Path, str] = {}
     pictures = {}
@@ -595,7 +600,7 @@ def main() -> int:
     equal = is_current if options.check else bytes.__eq__
     differing = {
         path: content
-        for path, content in generated_files().items()
+        for path, content in content_by_generated_path().items()
         if not path.exists() or not equal(path.read_bytes(), content)
     }
     for path, content in differing.items():

@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pandas as pd
@@ -35,17 +35,28 @@ from lm.statistics.verdicts import VerdictKind
 DrawFunction = Callable[..., np.ndarray]  # function from a random generator and a shape to values
 RATE_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
-BAD_RUN_MIN_RATE, BAD_RUN_MEAN_LOSS = (
-    4e-3,
-    0.1,
-)  # learning rate from which runs may go badly, and the mean of the loss that is then added
-N_QUESTIONS = 128  # number of questions that an accuracy is measured on
-SHARED_RUN_COLUMNS = {"state": FINISHED, "note": "", "unlearned": "", "weight": 1.0}  # columns that all runs share
-# by size and arm: the difference to the baseline on this text and over texts, and whether tuning chose other rates
-TrueDifferences = dict[tuple[str, str], tuple[float, float, bool]]
+# learning rate from which runs may go badly, and the mean of the loss that is then added
+BAD_RUN_MIN_RATE, BAD_RUN_MEAN_LOSS = 4e-3, 0.1
+QUESTIONS_PER_ACCURACY = 128
+CONSTANT_RUN_COLUMNS = {"state": FINISHED, "note": "", "unlearned": "", "weight": 1.0}  # columns that all runs share
 # standard deviations of the effects of seeds, documents and their combinations with arms
 SEED_STD, DOCUMENT_STD, ARM_DOCUMENT_STD, ARM_SEED_DOCUMENT_STD = 0.01, 0.3, 0.02, 0.02
 N_DOCUMENTS = 24
+
+
+class TrueDifference(NamedTuple):
+    """This is an arm's true difference to the baseline, on the experiment's text and over all texts.
+
+    `rates_differ`: whether tuning chose another learning rate for the arm than for the baseline.
+    """
+
+    on_text: float
+    over_texts: float
+    rates_differ: bool
+
+
+SizeAndArm = tuple[str, str]
+TrueDifferences = dict[SizeAndArm, TrueDifference]
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,8 @@ class World:
     log2_best_rates: tuple[float, ...] = ()
     curvature: float = 0.02  # increase of the loss one octave (of learning rate) from the best rate
     arm_seed_std: float = 0.008  # of the effects of arm x rate x seed
-    # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
-    equal_arms_tie_on_text: bool = False
+    # whether effects of arm x document sum to 0 over the report text: arms that are equal are equal on it, too
+    arm_document_effects_cancel: bool = False
     has_heavy_tails: bool = False  # noise is Student's t with 4 degrees of freedom
     bad_run_chance: float = 0.0  # the chance that an exponential amount is added to the loss of a run at 4e-3 or more
     is_tuned: bool = True  # False: all arms at 4e-3
@@ -114,11 +125,8 @@ class World:
 
 def _simulate_model_size(
     world: World, random: np.random.Generator
-) -> tuple[list[pd.DataFrame], dict[str, Rate], dict[str, tuple]]:
-    """Return the final runs of one model size, the rate at which each arm is judged, and the arms' true differences.
-
-    The true differences have the form of `TrueDifferences`, by arm.
-    """
+) -> tuple[list[pd.DataFrame], dict[str, Rate], dict[str, TrueDifference]]:
+    """Return the final runs of one model size, the rate at which each arm is judged, and the arms' true differences."""
     seeds, draw = world.n_seeds, partial(world.draw_noise, random)
     # tuning, by the mean over the selection text, whose documents are the same at every rate and seed
     shared, half = draw(SEED_STD, 2), math.sqrt(N_DOCUMENTS / 2)
@@ -138,7 +146,7 @@ def _simulate_model_size(
         if arm not in crossed:  # tuning found no rate for it
             continue
         on_text = draw(ARM_DOCUMENT_STD, N_DOCUMENTS)
-        if world.equal_arms_tie_on_text:
+        if world.arm_document_effects_cancel:
             on_text -= on_text.mean()
         values, selected = {}, {}
         for rate in crossed[arm]:
@@ -154,12 +162,15 @@ def _simulate_model_size(
         random.random(seeds)  # so that draws are those of the committed tables, in which runs could also be lost
         units = dict(zip(("seed", "group"), map(np.ravel, np.indices((seeds, N_DOCUMENTS))), strict=True))
         blocks += [
-            pd.DataFrame({"arm": arm, "rate": rate, "value": values[rate].ravel(), **units, **SHARED_RUN_COLUMNS})
+            pd.DataFrame({"arm": arm, "rate": rate, "value": values[rate].ravel(), **units, **CONSTANT_RUN_COLUMNS})
             for rate in values
         ]
     compared = [arm for arm in true if "base" in true and arm != "base"]
-    differs = {arm: tuned[arm] != tuned["base"] for arm in compared}
-    return blocks, judged, {arm: (*np.subtract(true[arm], true["base"]), differs[arm]) for arm in compared}
+    return (
+        blocks,
+        judged,
+        {arm: TrueDifference(*np.subtract(true[arm], true["base"]), tuned[arm] != tuned["base"]) for arm in compared},
+    )
 
 
 def is_false_verdict(kind: VerdictKind, truth: float, matters: float = MATTERS) -> bool:
@@ -224,7 +235,10 @@ def all_worlds() -> list[World]:
         "4 equal arms, heavy tails": {"has_heavy_tails": True},
         "4 equal arms, nearly flat over rates": {"curvature": 0.002},
         "4 equal arms of different best rates": {"log2_best_rates": (0.0, 0.5, -0.5, 0.3, 1.0)},
-        "4 equal arms that differ by text, heavy tails": {"equal_arms_tie_on_text": False, "has_heavy_tails": True},
+        "4 equal arms that differ by text, heavy tails": {
+            "arm_document_effects_cancel": False,
+            "has_heavy_tails": True,
+        },
         "4 equal arms, a fifth of runs unlucky by 0.1": {
             "bad_run_chance": 0.2,
             "curvature": 0.05,
@@ -238,7 +252,7 @@ def all_worlds() -> list[World]:
         "1 arm equal, not tuned, noise as under AdamW": noisy | {"effects": (0.0,)},
         f"1 arm better by {MATTERS:g}, not tuned, noise as under AdamW": noisy | {"effects": (-MATTERS,)},
     }
-    plain = World("", 0, (0.0,) * 4, equal_arms_tie_on_text=True)
+    plain = World("", 0, (0.0,) * 4, arm_document_effects_cancel=True)
     return [replace(plain, name=name, n_seeds=seeds, **some) for seeds in (3, 5, 10) for name, some in changes.items()]
 
 
@@ -249,7 +263,9 @@ def _accuracies_with_failures(chance: float) -> DrawFunction:
     """Return a distribution of accuracies near 1 in steps of 1/128, which are 0 with the given chance."""
 
     def draw(random: np.random.Generator, *shape: int) -> np.ndarray:
-        accuracies = 1 - np.round(np.abs(random.normal(0, 0.01, shape)) * N_QUESTIONS) / N_QUESTIONS
+        accuracies = (
+            1 - np.round(np.abs(random.normal(0, 0.01, shape)) * QUESTIONS_PER_ACCURACY) / QUESTIONS_PER_ACCURACY
+        )
         return np.where(random.random(shape) < chance, 0.0, accuracies)
 
     return draw
@@ -338,14 +354,14 @@ class AwkwardWorld:
             "arm": np.repeat(["base", *arms], self.n_seeds),
             "seed": np.tile(np.arange(self.n_seeds), len(values)),
         }
-        constants = {"size": "", "rate": None, "group": None, **SHARED_RUN_COLUMNS}
+        constants = {"size": "", "rate": None, "group": None, **CONSTANT_RUN_COLUMNS}
         frame = pd.DataFrame({**columns, "value": values.ravel(), **constants})
         primary = PrimaryMetric("value", *(("higher", 0.25) if is_accuracy else ("lower", MATTERS)))
         rates = {"": dict.fromkeys(["base", *arms])}
         question = Question(
             primary, ("base", *arms), tuple(range(self.n_seeds)), rates, unpaired_with_baseline=self.is_unpaired
         )
-        return frame, question, {("", arm): (truth, truth, False) for arm in arms}
+        return frame, question, {("", arm): TrueDifference(truth, truth, False) for arm in arms}
 
 
 if __name__ == "__main__":

@@ -309,11 +309,7 @@ def test_a_normalizer_that_sees_later_tokens_is_refused_before_a_run(
 
 
 @pytest.mark.parametrize(
-    ("breaks", "function"),
-    [
-        ("def normalize(self", "Power.normalize"),
-        ("def initialise(self", "Power.initialise"),
-    ],
+    ("breaks", "function"), [("def normalize(self", "Power.normalize"), ("def initialise(self", "Power.initialise")]
 )
 def test_a_failure_inside_a_plugin_names_its_function_and_line(
     powers: Path, arguments: list[str], breaks: str, function: str

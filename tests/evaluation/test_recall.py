@@ -79,10 +79,7 @@ def test_answers_equal_the_full_computation(
 @pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Needle(needles=2, distractors=3)])
 def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
     rng, rights = np.random.default_rng(0), []
-    answer_count, question_count = {
-        "mqar": lambda: (task.pairs, task.queries),
-        "needle": lambda: (5, 2),
-    }[task.name]()
+    answer_count, question_count = {"mqar": lambda: (task.pairs, task.queries), "needle": lambda: (5, 2)}[task.name]()
     for _ in range(4_000):
         answers = rng.permutation(answer_count)[:question_count]
         rights += [

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import collect
 import committed_results
 import recompute
-from loss_results import LossResults
+from loss_results import LossResults, TableColumn
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def commit(monkeypatch, tmp_path) -> Callable[[list[dict[str, object]]], None]:
 
 
 def test_pages_are_what_their_results_say(monkeypatch, tmp_path):
-    pages = {path: content for path, content in recompute.generated_files().items() if path.suffix == ".md"}
+    pages = {path: content for path, content in recompute.content_by_generated_path().items() if path.suffix == ".md"}
     assert len(pages) > 5
     assert [path.name for path, content in pages.items() if not recompute.is_current(path.read_bytes(), content)] == []
 
@@ -104,7 +104,7 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
         + run("arm", 0.1, (3.95, 4.8))
     )
     commit(lines)
-    columns = {setting: ("", "mean loss", setting, 512) for setting in ("tuned", "other")}
+    columns = {setting: TableColumn("", "mean loss", setting, 512) for setting in ("tuned", "other")}
     labels = {"base": "a baseline", "arm": "an arm"}
     result = LossResults("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
     assert result.table().splitlines()[2:] == [

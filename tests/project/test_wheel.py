@@ -156,9 +156,5 @@ def test_the_sdist_holds_what_its_tests_need_and_passes_them(built: Path, tmp_pa
         "results",
     ):
         assert (folder / place).exists(), place
-    files = [
-        "tests/config/test_presets.py",
-        "tests/config/test_config.py",
-        "tests/project/test_house.py",
-    ]
+    files = ["tests/config/test_presets.py", "tests/config/test_config.py", "tests/project/test_house.py"]
     run([sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files], folder)

@@ -231,7 +231,7 @@ MANY = pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mar
 @MANY
 def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold(count: int):
     counts, coverage = simulate_trials(
-        World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_arms_tie_on_text=True, has_heavy_tails=True),
+        World("4 equal arms, heavy tails", 5, (0.0,) * 4, arm_document_effects_cancel=True, has_heavy_tails=True),
         range(count),
     )
     assert counts["false"] / count <= 0.06
@@ -252,7 +252,7 @@ def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdict
         "unlucky",
         5,
         (0.0,) * 4,
-        equal_arms_tie_on_text=True,
+        arm_document_effects_cancel=True,
         bad_run_chance=0.2,
         curvature=0.05,
         log2_best_rates=(0.4,) * 5,
