@@ -447,10 +447,10 @@ class LossResults(ExperimentResults):
 
         Positions begin at an eighth of the training length.
         """
-        _, metric, setting, _ = self.columns[column]
-        arm, setting = _arm_and_full_setting(row_name, setting)
+        shown = self.columns[column]
+        arm, setting = _arm_and_full_setting(row_name, shown.setting)
         data = self.final_runs[self.final_runs.x >= self.train_length // 8]
-        data = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
+        data = data[(data.metric == shown.metric.removeprefix("mean ")) & (data.setting == setting)]
         runs = data[(data.arm == arm) & (data.rate == next(iter(self.values_by_rate(row_name, column))))]
         return runs.pivot(index="x", columns="seed", values="value")
 

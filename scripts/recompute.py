@@ -447,7 +447,10 @@ ALL_RESULTS = (
             ),
             *baseline_pairs("ssmax", ("ssmax_fixed, n=fixed:4096", "ssmax_fixed, n=visible")),
         ),
-        {f"{length:,} tokens": ("", "needle accuracy", "as trained", length) for length in (256, 1024, 4096)},
+        {
+            f"{length:,} tokens": TableColumn("", "needle accuracy", "as trained", length)
+            for length in (256, 1024, 4096)
+        },
         ("4,096 tokens",),
         "4,096 tokens",
         0.25,
