@@ -30,15 +30,14 @@ SECOND_BASELINE_TIMING = "the baseline again"  # the second timing of the baseli
 # inference settings in which sequences beyond the training length are measured
 LONG_CONTEXT_SETTINGS = ("as trained", "theta x 50")
 
-
 RowAndBaseline = tuple[str, str]  # names of a table row and of the row that it is compared with
 
 
 class TableColumn(NamedTuple):
     """A column of the table shows a metric under an inference setting, at `x`, a length or a position in tokens.
 
-    If there is an arm whose name is a row's arm with `arm_suffix`, the column shows that arm in the row. `x` is 0 if the
-    metric has none.
+    If there is an arm whose name is a row's arm with `arm_suffix`, the column shows that arm in the row. `x` is 0 if
+    the metric has none.
     """
 
     arm_suffix: str
@@ -65,8 +64,8 @@ class LossResults(ExperimentResults):
         shown_size: the model size or corpus whose runs are shown; empty if there is only one.
         picture_rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel each setting.
         train_length: training length, in tokens.
-        training_fractions_by_trend: for each trend its arms, each with a fraction of training (0 to 1), such as the time of
-            its swap. A line is fitted through each seed's runs.
+        training_fractions_by_trend: for each trend its arms, each with a fraction of training (0 to 1), such as the
+            time of its swap. A line is fitted through each seed's runs.
         shows_token_counts: whether there is a table of the training tokens that each arm needs to reach a common loss
             (`token_table`).
         table_suffix: end of the name of its tables, where the experiment's accuracies have tables, too.

@@ -42,8 +42,8 @@ class RecallResults(ExperimentResults):
         task: the task whose accuracy is shown.
         compared_column: if arms are not tuned, the column (rate or size) by whose values they are compared.
         ranks_arms: whether arms are sorted by their accuracy at their best rates.
-        training_fractions_by_trend: for each trend its arms, each with a fraction of training (0 to 1), such as the time of
-            its swap. A line is fitted through each seed's runs.
+        training_fractions_by_trend: for each trend its arms, each with a fraction of training (0 to 1), such as the
+            time of its swap. A line is fitted through each seed's runs.
     """
 
     baseline: str
@@ -183,8 +183,8 @@ class RecallResults(ExperimentResults):
         return _token_text(median, f"not up to {self.lengths[-1]:,}") + counted
 
     def trend_table(self) -> str:
-        """Return a Markdown table of the accuracy at the first decisive length by fraction of training (`training_fractions_by_trend`),
-        and of its change.
+        """Return a Markdown table of the accuracy at the first decisive length by fraction of training
+        (`training_fractions_by_trend`), and of its change.
         """
         values_by_trend = {
             name: {
