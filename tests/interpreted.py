@@ -32,29 +32,29 @@ either_sum = pytest.mark.parametrize("divide_by_sum", [False, True], ids=["plain
 every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
 
 
-def dense_attention(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, divide_by_sum: bool = False) -> Tensor:
+def dense_attention(f: str, q: Tensor, k: Tensor, v: Tensor, query_bias: Tensor, divide_by_sum: bool = False) -> Tensor:
     """Return the output (B, H, T, E) of attention with the score function `f` by its definition, with all weights in
     memory.
     """
     w = (
         ELEMENTWISE_FUNCTIONS[f]
-        .forward(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype))
+        .forward(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + query_bias.unsqueeze(-1).to(q.dtype))
         .tril()
     )
     return (w / w.sum(-1, keepdim=True).clamp(min=1e-24) if divide_by_sum else w) @ v
 
 
 def attention_inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
-    """Return q, k, v in `dtype`, the shift (2, 1) of two heads' scores in fp32, and the output's gradient.
+    """Return q, k, v in `dtype`, the query bias (2, 1) of two heads in fp32, and the output's gradient.
 
     Products of q and k are exact in fp32, in any order of summation. So no rounding decides on which side of relu's
     kink a score lies.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(batch, 2, length, n, generator=generator) for n in (size, size, width, width))
-    shift = torch.randn(2, 1, generator=generator)
-    q, k, shift = ((8 * x).round() / 8 for x in (q, k, shift))
-    return [q.to(dtype), k.to(dtype), v.to(dtype), shift, grad.to(dtype)]
+    query_bias = torch.randn(2, 1, generator=generator)
+    q, k, query_bias = ((8 * x).round() / 8 for x in (q, k, query_bias))
+    return [q.to(dtype), k.to(dtype), v.to(dtype), query_bias, grad.to(dtype)]
 
 
 def output_and_gradients(
@@ -63,12 +63,12 @@ def output_and_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shift: Tensor,
+    query_bias: Tensor,
     grad: Tensor,
     divide_by_sum: bool = False,
 ) -> list[Tensor]:
-    """Return the output of `route`, and the gradients of q, k, v and the shift."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, shift)]
+    """Return the output of `route`, and the gradients of q, k, v and the query bias."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, query_bias)]
     out = route(f, *leaves, divide_by_sum)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -119,12 +119,12 @@ def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(
 
 @every_function
 def test_without_a_shift_and_with_strided_inputs(f: str):
-    *tensors, shift, grad = attention_inputs(50, 16, 32, torch.float32, batch=2)
+    *tensors, query_bias, grad = attention_inputs(50, 16, 32, torch.float32, batch=2)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in strided]
     actual = elementwise_attention(f, *leaves)
     actual = [actual.detach(), *torch.autograd.grad(actual, leaves, grad.expand_as(actual))]
-    expected = output_and_gradients(dense_attention, f, *tensors, 0 * shift, grad)
+    expected = output_and_gradients(dense_attention, f, *tensors, 0 * query_bias, grad)
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(actual, expected[:4], strict=True))
 
 
@@ -144,9 +144,9 @@ def test_a_normalizer_takes_the_kernel_and_trains_its_parameters(options: object
 
 
 def test_a_function_that_the_kernel_does_not_have_is_an_error():
-    q, k, v, shift, _ = attention_inputs(40, 16, 16, torch.float32)
+    q, k, v, query_bias, _ = attention_inputs(40, 16, 16, torch.float32)
     with pytest.raises(Exception, match="no function of this kind"):
-        elementwise_attention("cube", q, k, v, shift)
+        elementwise_attention("cube", q, k, v, query_bias)
 
 
 def test_the_gradient_of_a_row_with_one_weight_is_zero_in_bf16():
@@ -163,11 +163,11 @@ def test_the_gradient_of_a_row_with_one_weight_is_zero_in_bf16():
 
 @every_function
 def test_extreme_scores_stay_finite_and_nan_is_not_hidden(f: str):
-    q, k, v, shift, grad = attention_inputs(40, 16, 16, torch.float32)
-    for x in output_and_gradients(elementwise_attention, f, 1e4 * q, 1e4 * k, v, shift, grad):
+    q, k, v, query_bias, grad = attention_inputs(40, 16, 16, torch.float32)
+    for x in output_and_gradients(elementwise_attention, f, 1e4 * q, 1e4 * k, v, query_bias, grad):
         assert x.isfinite().all()
     q[0, 0, 20] = torch.nan
-    out = elementwise_attention(f, q, k, v, shift)
+    out = elementwise_attention(f, q, k, v, query_bias)
     assert out[0, 0, 20].isnan().all()
     assert not out[0, 0, :20].isnan().any()
     assert not out[0, 0, 21:].isnan().any()

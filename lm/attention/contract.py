@@ -16,7 +16,7 @@ from torch import Tensor
 from lm.attention.catalogue import make_normalizer
 from lm.attention.elementwise_sums import SCORE_MAPS
 from lm.attention.layout import AttentionLayout, attend_by_document
-from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features
+from lm.attention.normalizer import LayerSpec, Normalizer, concat_features_by_kv_head
 from lm.attention.options import Options
 from lm.attention.query_scale import Softmax
 from lm.errors import one_line
@@ -212,7 +212,7 @@ def check_finite_differences(options: Options) -> None:
     require(is_right, "a gradient of q, k, v or a parameter is not that of finite differences")
 
 
-def check_own_n(options: Options) -> None:
+def check_n_per_query(options: Options) -> None:
     """each query has its own n and mask: if the position and the document length of one query change, no other query's
     weights change
 
@@ -253,7 +253,7 @@ def check_row_sums(options: Options) -> None:
     )
 
 
-def check_own_scores(options: Options) -> None:
+def check_query_independence(options: Options) -> None:
     """the weights of a query depend on its own scores of visible keys alone
 
     take sums, means and thresholds over the last axis, keys, after masking the scores of keys that `layout.visible()`
@@ -261,7 +261,7 @@ def check_own_scores(options: Options) -> None:
     """
     normalizer, layout = random_normalizer(options), AttentionLayout.from_document_lengths([6, 5])
     q, k, _ = random_inputs(11, batch=1, normalizer=normalizer)
-    scores = normalizer.scores(q, k, layout)
+    scores = normalizer.unmasked_scores(q, k, layout)
     require(
         normalizer.normalize(scores, layout) == normalizer.weights(q, k, layout),
         "`weights` are not `normalize(scores)`",
@@ -286,7 +286,7 @@ def check_scale_by_position(options: Options) -> None:
     q, k, _ = random_inputs(TRAIN_LENGTH, normalizer=normalizer)
     if (factor := normalizer.scale_by_position()) is not None:
         expected = factor.unsqueeze(-1) * (q @ k.transpose(-2, -1)) / math.sqrt(HEAD_SIZE)
-        assert_close(normalizer.scores(q, k, AttentionLayout.full(TRAIN_LENGTH)), expected, "score")
+        assert_close(normalizer.unmasked_scores(q, k, AttentionLayout.full(TRAIN_LENGTH)), expected, "score")
 
 
 def check_score_map(options: Options) -> None:
@@ -300,7 +300,8 @@ def check_score_map(options: Options) -> None:
     weights, visible = normalizer.weights(q, k, layout), normalizer.visible(layout)
     require(weights.masked_fill(visible, 0.0) == 0, "a key that is not visible has weight")
     if normalizer.score_map:
-        score_values = SCORE_MAPS[normalizer.score_map](normalizer.scores(q, k, layout)).masked_fill(~visible, 0.0)
+        scores = normalizer.unmasked_scores(q, k, layout)
+        score_values = SCORE_MAPS[normalizer.score_map](scores).masked_fill(~visible, 0.0)
         factor = (weights * score_values).sum(-1, keepdim=True) / score_values.square().sum(-1, keepdim=True).clamp(
             min=1e-300
         )
@@ -340,7 +341,7 @@ def check_decoding(options: Options) -> None:
     """
     normalizer, length = random_normalizer(options), 30
     q, k, v = random_inputs(length, normalizer=normalizer)
-    shared_k = torch.cat((k[:, ::2, :, :HEAD_SIZE], group_key_features(k[..., HEAD_SIZE:], HEADS // 2)), -1)
+    shared_k = torch.cat((k[:, ::2, :, :HEAD_SIZE], concat_features_by_kv_head(k[..., HEAD_SIZE:], HEADS // 2)), -1)
     for keys, values, steps in ((k, v, [1] * length), (k, v, [5, 1, 1, 16, 7]), (shared_k, v[:, ::2], [5, 1, 17, 7])):
         expected = normalizer(q, *normalizer.expand_kv_heads(keys, values), AttentionLayout.full(length))
         assert_decoding_matches(normalizer, q, keys, values, expected, steps)
@@ -446,11 +447,11 @@ def _autocast_errors(options: Options) -> dict[str, float]:
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
     check_initial_values,
-    check_own_n,
+    check_n_per_query,
     check_fast_path,
     check_finite_differences,
     check_row_sums,
-    check_own_scores,
+    check_query_independence,
     check_scale_by_position,
     check_score_map,
     check_causality,
@@ -464,13 +465,14 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 
 
 def check_promises(
-    options: Options, locate_failure: Callable[[BaseException], tuple[str, str]]
+    options: Options, failure_and_check_command: Callable[[BaseException], tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield (promise, problem) for each check of a normalizer with these options. A problem says what the check finds
     wrong, with a hint; it is empty if the promise is kept.
 
-    `locate_failure` (`Plugins.failure_and_check_command`) names the code that raised an error. If the first check ends
-    in an error other than its own AssertionError, later checks are not run, as each would end in that error.
+    `failure_and_check_command` is a method of `lm.plugins.Plugins`, which names the code that raised an error. If the
+    first check ends in an error other than its own AssertionError, later checks are not run, as each would end in that
+    error.
     """
     for check in CHECKS:
         promise, hint = (" ".join(part.split()) for part in f"{check.__doc__}\n\n".split("\n\n")[:2])
@@ -480,7 +482,7 @@ def check_promises(
         except Exception as error:  # whatever code from outside raises
             problem = one_line(error)
             if not (isinstance(error, AssertionError) and problem):
-                location, _ = locate_failure(error)
+                location, _ = failure_and_check_command(error)
                 problem = f"{ERROR_PREFIX} {type(error).__name__}: {problem}" + (f"; {location}" if location else "")
         if check is CHECKS[0] and problem.startswith(ERROR_PREFIX):
             yield promise, problem

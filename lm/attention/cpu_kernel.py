@@ -36,7 +36,7 @@ def why_unusable(v: Tensor) -> str:
     return _machine_problem()
 
 
-def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def causal_softmax_no_grad(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Return softmax(scale q.k) v with a causal mask, (N, T, E) bf16.
 
     The queries q (N, T, D) are the last T of the S tokens of k (N, S, D) and v (N, S, E). q and k may be in a wider
@@ -80,7 +80,7 @@ def _compare_with_pytorch() -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield a name, the kernel's output and PyTorch's output, for the last 200 of a sequence's 300 queries."""
     q, k, v = torch.arange(3 * 2 * 300 * 40.0, device="cpu").sin().bfloat16().view(3, 2, 300, 40)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
-    yield "output", causal_softmax(q[:, 100:], k, v, 1.0), expected[:, 100:]
+    yield "output", causal_softmax_no_grad(q[:, 100:], k, v, 1.0), expected[:, 100:]
 
 
 @cache

@@ -157,9 +157,11 @@ class WindowNormalizer(SoftmaxNormalizer):
             output[:, :, d:] += weights[:, :, d:, d, None] * v[:, :, : t - d]
         return output.to(dtype)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
+    def decode(
+        self, q: Tensor, new_k: Tensor, new_v: Tensor, layout: AttentionLayout, state: object
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute `Normalizer.decode`; the state is (keys, values) of the latest w - 1 tokens."""
-        output, (k, v) = super().decode(q, k, v, layout, state)
+        output, (k, v) = super().decode(q, new_k, new_v, layout, state)
         start = max(0, k.size(2) - self.options.size + 1)
         return output, (k[:, :, start:], v[:, :, start:])
 
@@ -172,22 +174,22 @@ class MappedSoftmax(SoftmaxNormalizer):
     kernel = "blocks of 64 queries, backward by hand; on CUDA FlexAttention"
     gpu_package = gpu_kernels.FLEX
 
-    def coefficients(self, distance: Tensor) -> Tensor:
+    def distance_coefficients(self, distance: Tensor) -> Tensor:
         """Return the coefficients through which the scores s(z, t) depend on distances t, by default t itself.
         Distances are fp32 or wider, and at least 0.
         """
         return distance
 
     @abstractmethod
-    def map_logits(self, z: Tensor, coefficients: Tensor) -> Tensor:
+    def map_logits(self, z: Tensor, distance_coefficients: Tensor) -> Tensor:
         """Return the scores s(z, t) for logits z and the coefficients at t."""
 
     @abstractmethod
-    def score_derivative(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+    def score_derivative(self, scores: Tensor, distance_coefficients: Tensor) -> Tensor:
         """Return the derivative ds / dz where s is `scores`."""
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        return self.map_logits(logits(q, k), self.coefficients(layout.distance().clamp(min=0).to(q.dtype)))
+        return self.map_logits(logits(q, k), self.distance_coefficients(layout.distance().clamp(min=0).to(q.dtype)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         if (layout.mask_is_triangular or layout.mask_is_triangle_end) and not gpu_kernels.can_compute(
@@ -226,15 +228,15 @@ class ScaleInvariantNormalizer(MappedSoftmax):
 
     schema = ScaleInvariant
 
-    def coefficients(self, distance: Tensor) -> Tensor:
+    def distance_coefficients(self, distance: Tensor) -> Tensor:
         """Return a_t at the distances t."""
         return (2 * ((distance / self.options.tau).log1p() - 0.5 + 1.0)).sqrt()  # ln alpha = 1/2, beta / alpha = 1
 
-    def map_logits(self, z: Tensor, coefficients: Tensor) -> Tensor:
-        return torch.addcmul(1 - coefficients.square(), z, coefficients)
+    def map_logits(self, z: Tensor, distance_coefficients: Tensor) -> Tensor:
+        return torch.addcmul(1 - distance_coefficients.square(), z, distance_coefficients)
 
-    def score_derivative(self, scores: Tensor, coefficients: Tensor) -> Tensor:
-        return coefficients
+    def score_derivative(self, scores: Tensor, distance_coefficients: Tensor) -> Tensor:
+        return distance_coefficients
 
 
 @dataclass
@@ -292,10 +294,10 @@ class SoftCapNormalizer(MappedSoftmax):
 
     schema = SoftCap
 
-    def map_logits(self, z: Tensor, coefficients: Tensor) -> Tensor:
+    def map_logits(self, z: Tensor, distance_coefficients: Tensor) -> Tensor:
         return self.options.cap * (z / self.options.cap).tanh()
 
-    def score_derivative(self, scores: Tensor, coefficients: Tensor) -> Tensor:
+    def score_derivative(self, scores: Tensor, distance_coefficients: Tensor) -> Tensor:
         return torch.addcmul(scores.new_ones(()), scores, scores, value=-1 / self.options.cap**2)
 
 

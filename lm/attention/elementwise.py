@@ -21,8 +21,8 @@ from lm.errors import Problem
 class ElementwiseNormalizer(DividedNormalizer):
     """Base of normalizers whose weights are f(z + b) r, for logits z.
 
-    `score_map` names f, `shift` returns each query's b, and `weight_factor` each query's r. If `weight_factor` returns
-    None, r is 1 / (sum of f over the query's keys).
+    `score_map` names f, `query_bias` returns each query's b, and `weight_factor` each query's r. If `weight_factor`
+    returns None, r is 1 / (sum of f over the query's keys).
     """
 
     kernel = "tiles; on CUDA Triton"
@@ -30,8 +30,8 @@ class ElementwiseNormalizer(DividedNormalizer):
     def unnormalized_weights(self, scores: Tensor) -> Tensor:
         return elementwise_sums.ELEMENTWISE_FUNCTIONS[self.score_map].forward(scores)
 
-    def shift(self, layout: AttentionLayout) -> Tensor | None:
-        """Return the shift b of each query's logits, fp32, broadcastable to (B, H, T); None for 0."""
+    def query_bias(self, layout: AttentionLayout) -> Tensor | None:
+        """Return the bias b of each query's logits, fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -42,19 +42,19 @@ class ElementwiseNormalizer(DividedNormalizer):
         dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         output = elementwise_sums.elementwise_attention(
-            self.score_map, q, k, values, self.shift(layout), divide_by_sum=factor is None
+            self.score_map, q, k, values, self.query_bias(layout), divide_by_sum=factor is None
         )
         return (output if factor is None else output * factor.unsqueeze(-1)).to(v.dtype)
 
 
-class ShiftedNormalizer(ElementwiseNormalizer):
-    """Base of elementwise normalizers whose `scores` include the shift: a score is the logit plus the `shift` of its
+class QueryBiasNormalizer(ElementwiseNormalizer):
+    """Base of elementwise normalizers whose scores include the bias: a score is the logit plus the `query_bias` of its
     query.
     """
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         z = logits(q, k)
-        return z + self.shift(layout).unsqueeze(-1).to(z.dtype)
+        return z + self.query_bias(layout).unsqueeze(-1).to(z.dtype)
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Sigmoid(Options):
     n: str = key("visible", N_HELP)
 
 
-class SigmoidNormalizer(ShiftedNormalizer):
+class SigmoidNormalizer(QueryBiasNormalizer):
     """Sigmoid attention: the weight of a key with the logit z is sigmoid(z - ln n) (arXiv 2409.04431).
 
     With the option `bias` the weight is sigmoid(z - ln n + b), b learned per head.
@@ -149,9 +149,9 @@ class SigmoidNormalizer(ShiftedNormalizer):
         if self.options.bias:
             self.b = self.new_parameter(0.0)
 
-    def shift(self, layout: AttentionLayout) -> Tensor:
-        shift = -self.row_length(layout).log()
-        return shift + self.b.unsqueeze(-1) if self.options.bias else shift
+    def query_bias(self, layout: AttentionLayout) -> Tensor:
+        query_bias = -self.row_length(layout).log()
+        return query_bias + self.b.unsqueeze(-1) if self.options.bias else query_bias
 
     def weight_factor(self, layout: AttentionLayout) -> Tensor:
         return layout.n("fixed:1").unsqueeze(-2)
@@ -181,7 +181,7 @@ class Threshold(Options):
         return self.full_formula if self.divided else self.full_formula.removesuffix(" / sum")
 
 
-class ThresholdNormalizer(ShiftedNormalizer):
+class ThresholdNormalizer(QueryBiasNormalizer):
     """Threshold attention: a key's weight is relu(z - beta sqrt(2 ln n))^p, divided by the sum over the keys. z is the
     key's logit, beta is learned per head, and p is the option `power`. With `divided: false` weights are not divided,
     as in the paper (arXiv 2601.12145).
@@ -199,7 +199,7 @@ class ThresholdNormalizer(ShiftedNormalizer):
     def initialise(self) -> None:
         self.beta = self.new_parameter(self.options.init)
 
-    def shift(self, layout: AttentionLayout) -> Tensor:
+    def query_bias(self, layout: AttentionLayout) -> Tensor:
         return -self.beta.unsqueeze(-1) * (2 * self.row_length(layout).log()).sqrt()
 
     def weight_factor(self, layout: AttentionLayout) -> Tensor | None:

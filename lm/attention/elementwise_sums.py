@@ -1,4 +1,5 @@
-"""Elementwise attention sums f(q.k / sqrt(D) + shift) v over the keys up to each query, for a function f of one score.
+"""Elementwise attention sums f(q.k / sqrt(D) + b) v over the keys up to each query, for a function f of one score and a
+bias b of the query.
 
 The Triton kernel computes these sums where it works; tiles in PyTorch compute them elsewhere. Shapes: N = sequences x
 heads, T tokens, D head size, E width of the values.
@@ -71,8 +72,8 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TileSums(torch.autograd.Function):
-    """Compute causal sums of f(q.k / sqrt(D) + shift) v tile by tile, for q, k (N, T, D), v (N, T, E) and `shift`
-    (N, T) or None, on any device. Memory holds one tile of weights per head at a time.
+    """Compute causal sums of f(q.k / sqrt(D) + b) v tile by tile, for q, k (N, T, D), v (N, T, E) and b, the
+    `query_bias` (N, T) or None, on any device. Memory holds one tile of weights per head at a time.
 
     With `divide_by_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and
     in the backward pass, weights are in v's dtype. Scores, f and sums are in fp32 or wider.
@@ -80,7 +81,13 @@ class TileSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, function_name: str, divide_by_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
+        ctx: FunctionCtx,
+        function_name: str,
+        divide_by_sum: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_bias: Tensor | None,
     ) -> Tensor:
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         output = torch.empty(v.shape, dtype=wide_dtype if divide_by_sum else v.dtype, device=v.device)
@@ -92,7 +99,9 @@ class TileSums(torch.autograd.Function):
                 output_block = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide_dtype, device=v.device)
                 row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide_dtype, device=v.device)
                 for c, d in block_ranges(b, TILE_SIZE):
-                    w = ELEMENTWISE_FUNCTIONS[function_name].forward_(_compute_tile_scores(qw, kw, shift, a, b, c, d))
+                    w = ELEMENTWISE_FUNCTIONS[function_name].forward_(
+                        _unmasked_tile_scores(qw, kw, query_bias, a, b, c, d)
+                    )
                     w = (w.tril_() if c == a else w).to(output.dtype)
                     output_block += w @ values[:, c:d]
                     if divide_by_sum:
@@ -101,46 +110,46 @@ class TileSums(torch.autograd.Function):
                     sums[:, a:b] = row_sum.masked_fill_(row_sum < MIN_SUM, torch.inf)
                     output_block /= row_sum
                 output[:, a:b] = output_block
-        ctx.save_for_backward(q, k, v, shift, *((output, sums) if divide_by_sum else ()))
+        ctx.save_for_backward(q, k, v, query_bias, *((output, sums) if divide_by_sum else ()))
         ctx.function_name = function_name
         return output.to(v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, shift, *saved_sums = ctx.saved_tensors
+        q, k, v, query_bias, *saved_sums = ctx.saved_tensors
         grad, mean_grad = gradient_before_division(grad, v.dtype, *saved_sums) if saved_sums else (grad, None)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         qw, kw, vw, gw = (x.to(wide_dtype) for x in (q, k, v, grad))
         dq, dk, dv = (torch.zeros_like(x) for x in (qw, kw, vw))
-        dshift = None if shift is None else torch.zeros_like(shift)
+        dbias = None if query_bias is None else torch.zeros_like(query_bias)
         with without_autocast(v.device):
             for a, b in block_ranges(q.size(1), TILE_SIZE):
                 for c, d in block_ranges(b, TILE_SIZE):
                     dw = gw[:, a:b] @ vw[:, c:d].transpose(1, 2)
                     if mean_grad is not None:
                         dw -= mean_grad[:, a:b]
-                    scores = _compute_tile_scores(qw, kw, shift, a, b, c, d)
+                    scores = _unmasked_tile_scores(qw, kw, query_bias, a, b, c, d)
                     w, dz = ELEMENTWISE_FUNCTIONS[ctx.function_name].backward_(scores, dw)
                     if c == a:
                         w, dz = w.tril_(), dz.tril_()
-                    if dshift is not None:
-                        dshift[:, a:b] += dz.sum(-1)
+                    if dbias is not None:
+                        dbias[:, a:b] += dz.sum(-1)
                     w, dz = w.to(v.dtype), dz.to(v.dtype)
                     dq[:, a:b] += dz @ k[:, c:d]
                     dk[:, c:d] += dz.transpose(1, 2) @ q[:, a:b]
                     dv[:, c:d] += w.transpose(1, 2) @ grad[:, a:b]
         dq, dk = (x.div_(math.sqrt(q.size(-1))) for x in (dq, dk))
-        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dshift
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
 
 
-def _compute_tile_scores(
-    q: Tensor, k: Tensor, shift: Tensor | None, query_start: int, query_end: int, key_start: int, key_end: int
+def _unmasked_tile_scores(
+    q: Tensor, k: Tensor, query_bias: Tensor | None, query_start: int, query_end: int, key_start: int, key_end: int
 ) -> Tensor:
-    """Return the scores q.k / sqrt(D) + shift of a tile: (N, query_end - query_start, key_end - key_start)."""
+    """Return the scores q.k / sqrt(D) + query_bias of a tile: (N, query_end - query_start, key_end - key_start)."""
     queries, keys = q[:, query_start:query_end], k[:, key_start:key_end]
-    shifts = q.new_zeros(1, 1, 1) if shift is None else shift[:, query_start:query_end].unsqueeze(-1)
-    return torch.baddbmm(shifts, queries, keys.mT, beta=shift is not None, alpha=1 / math.sqrt(q.size(-1)))
+    bias_column = q.new_zeros(1, 1, 1) if query_bias is None else query_bias[:, query_start:query_end].unsqueeze(-1)
+    return torch.baddbmm(bias_column, queries, keys.mT, beta=query_bias is not None, alpha=1 / math.sqrt(q.size(-1)))
 
 
 # ---------------------------------------------------------------- the Triton kernel, or tiles
@@ -174,7 +183,7 @@ def _device_problem(device: torch.device) -> str:
 
 
 def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of f, the Triton kernel's result and the tiles' result, for each f, with and without shift and
+    """Yield the name of f, the Triton kernel's result and the tiles' result, for each f, with and without bias and
     sums.
 
     Raises the compiler's error where the machine lacks a C compiler or Python's headers; `kernel_problem` catches it.
@@ -182,9 +191,9 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
     from lm.attention import triton_kernels
 
     *qkv, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
-    for name, shift, divide_by_sum in product(ELEMENTWISE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
+    for name, bias, divide_by_sum in product(ELEMENTWISE_FUNCTIONS, ([], [qkv[0][..., 0].float()]), (False, True)):
         pair = (
-            output_and_gradients(partial(compute_sums, sums, name, divide_by_sum=divide_by_sum), [*qkv, *shift], grad)
+            output_and_gradients(partial(compute_sums, sums, name, divide_by_sum=divide_by_sum), [*qkv, *bias], grad)
             for sums in (triton_kernels.TritonSums, TileSums)
         )
         yield from ((name, a, b) for a, b in zip(*pair, strict=True))
@@ -192,9 +201,9 @@ def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Ten
 
 @keep_uncompiled
 def elementwise_attention(
-    function_name: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, divide_by_sum: bool = False
+    function_name: str, q: Tensor, k: Tensor, v: Tensor, query_bias: Tensor | None = None, divide_by_sum: bool = False
 ) -> Tensor:
-    """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`.
+    """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + b_i) v_j, (B, H, T, E) in the dtype of `v`.
 
     A Triton kernel or tiles (`why_no_triton`) compute it. The scores are multiplied by 1 / sqrt(D) in fp32: q times
     this factor would be rounded once more, to `q.dtype`.
@@ -202,14 +211,14 @@ def elementwise_attention(
     Args:
         function_name: the name of f in `ELEMENTWISE_FUNCTIONS`.
         q, k, v: (B, H, T, D), (B, H, T, D) and (B, H, T, E), all of one dtype.
-        shift: fp32, broadcastable to (B, H, T); None for 0.
+        query_bias: the bias b of each query, fp32, broadcastable to (B, H, T); None for 0.
         divide_by_sum: divide each query's output by the sum of f over its keys; f must not be negative.
     """
     if why_no_triton(q.device, q.dtype, q.size(-1)):
-        return compute_sums(TileSums, function_name, q, k, v, shift, divide_by_sum)
+        return compute_sums(TileSums, function_name, q, k, v, query_bias, divide_by_sum)
     from lm.attention import triton_kernels  # `from triton_kernels` would be a file that transformers demands
 
-    return compute_sums(triton_kernels.TritonSums, function_name, q, k, v, shift, divide_by_sum)
+    return compute_sums(triton_kernels.TritonSums, function_name, q, k, v, query_bias, divide_by_sum)
 
 
 def compute_sums(
@@ -218,11 +227,11 @@ def compute_sums(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shift: Tensor | None = None,
+    query_bias: Tensor | None = None,
     divide_by_sum: bool = False,
 ) -> Tensor:
     """Compute `elementwise_attention` by `sums`: `TileSums`, or `TritonSums` of `lm.attention.triton_kernels`."""
-    if shift is not None:
-        shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
-    output = sums.apply(function_name, divide_by_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift)
+    if query_bias is not None:
+        query_bias = query_bias.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
+    output = sums.apply(function_name, divide_by_sum, *(x.flatten(0, 1) for x in (q, k, v)), query_bias)
     return output.unflatten(0, q.shape[:2])

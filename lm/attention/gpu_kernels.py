@@ -120,7 +120,7 @@ def _make_score_mod(logit_map: nn.Module) -> Callable:
     """
 
     def map_logit(z: Tensor, sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return logit_map.map_logits(z, logit_map.coefficients((query - key).clamp(min=0).float()))
+        return logit_map.map_logits(z, logit_map.distance_coefficients((query - key).clamp(min=0).float()))
 
     return _SCORE_MODS.setdefault((type(logit_map), repr(logit_map.options)), map_logit)
 

@@ -5,6 +5,7 @@ determine the row length n in the formulas of normalizers, by default the number
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class AttentionLayout:
     mask_is_triangle_end: bool = False
 
     @cached_property
-    def document_group_cache(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
+    def document_group_cache(self) -> dict[int, "DocumentGroups"]:
         """Cache of the groups of documents that `attend_by_document` computes together, by the number of sequences in
         the batch.
         """
@@ -90,15 +91,17 @@ class AttentionLayout:
         return cls(keys[start:], keys, torch.full((n_queries,), length, device=device), mask_is_triangular=start == 0)
 
     @classmethod
-    def from_mask(cls, mask: Tensor | None, start: int, n_queries: int, device: torch.device) -> "AttentionLayout":
-        """Return the layout that a mask for softmax kernels describes, for `n_queries` queries that follow `start`
+    def from_4d_mask(
+        cls, mask: Tensor | None, n_cached: int, n_queries: int, device: torch.device
+    ) -> "AttentionLayout":
+        """Return the layout that a mask for softmax kernels describes, for `n_queries` queries that follow `n_cached`
         cached keys.
 
         mask: (B, 1, T, S), bool or additive, in which padding and other documents are hidden; None: one document.
         Raises ValueError: the mask is not causal over whole documents, or has a bias.
         """
         if mask is None:
-            return cls.continuation(start, n_queries, start + n_queries, device)
+            return cls.continuation(n_cached, n_queries, n_cached + n_queries, device)
         visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         if mask.dtype != torch.bool and bool(mask.masked_fill(~visible, 0).any()):
             raise ValueError("lm's normalizers add no bias to scores: this mask has one; use a model without it")
@@ -165,6 +168,15 @@ class AttentionLayout:
         return torch.full_like(self.positions, int(policy.removeprefix("fixed:")), dtype=torch.float32)
 
 
+class DocumentGroups(NamedTuple):
+    """The documents of a batch in groups of similar size, and the way back from the groups' outputs."""
+
+    # (B T,) int64: where each token of the batch stands in the concatenated outputs of all groups
+    index_in_outputs: Tensor
+    # a pair for each group of N documents, padded to P tokens: indices (N, P) of its tokens in the batch, their layout
+    groups: list[tuple[Tensor, AttentionLayout]]
+
+
 @keep_uncompiled
 def attend_by_document(
     attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor],
@@ -193,13 +205,8 @@ def attend_by_document(
     return torch.cat(outputs).index_select(0, index_in_outputs).unflatten(0, (b, t)).transpose(1, 2)
 
 
-def _group_documents(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
-    """Sort the documents of a batch of `n_sequences` sequences into groups of similar size, for `attend_by_document`.
-
-    Returns an index and the groups. A group of N documents, each padded to P tokens, is a pair: the indices (N, P) of
-    the tokens in the batch, and the layout of these tokens. The index (B T,) says where each token of the batch stands
-    in the concatenated outputs of all groups.
-    """
+def _group_documents(layout: AttentionLayout, n_sequences: int) -> DocumentGroups:
+    """Sort the documents of a batch of `n_sequences` sequences into groups of similar size."""
     device = layout.positions.device
     positions = layout.positions.expand(n_sequences, -1).flatten().cpu()
     lengths = layout.document_lengths.expand_as(layout.positions).expand(n_sequences, -1).flatten()
@@ -220,4 +227,4 @@ def _group_documents(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor,
         groups.append(
             (index, AttentionLayout(group_positions, group_positions, lengths[index[:, :1]], mask_is_triangular=True))
         )
-    return index_in_outputs.to(device), groups
+    return DocumentGroups(index_in_outputs.to(device), groups)

@@ -26,7 +26,10 @@ class Linear(Options):
     name = "linear"
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
-    published_findings = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
+    published_findings = (
+        "can't concentrate: S >= .80 (1: all weights equal) with identity features and Gaussian keys (Su, kexue.fm "
+        "9889)"
+    )
     n_accepts_sum = True
     sums_to_one = False
     features: Literal["elu", "relu", "identity"] = key(
@@ -58,7 +61,7 @@ class LinearNormalizer(DividedNormalizer):
     kernel = "chunks, O(T)"
 
     @property
-    def score_map(self) -> str:
+    def score_map(self) -> Literal["identity", "features"]:
         """Name in `SCORE_MAPS` of the identity, as weights are the scores times a factor per query. The name is
         `features` if features, and so weights, are never negative; else it is `identity`.
         """
@@ -93,12 +96,12 @@ class LinearNormalizer(DividedNormalizer):
         return self.decode(q, k, v, layout, None)[0] if layout.mask_is_triangular else super().forward(q, k, v, layout)
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None
+        self, q: Tensor, new_k: Tensor, new_v: Tensor, layout: AttentionLayout, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Compute `Normalizer.decode`. The state is always one matrix per query head, head size x width of the values.
         With `n: sum` it has one more column.
         """
-        k, v = self.expand_kv_heads(k, v)
+        k, v = self.expand_kv_heads(new_k, new_v)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         q, k = self.apply_feature_map(q.to(wide_dtype), k.to(wide_dtype))
         factor, width, dtype, n_queries = self.weight_factor(layout), v.size(-1), v.dtype, q.size(2)

@@ -100,7 +100,8 @@ class Normalizer(torch.nn.Module, ABC):
         Vectors and features are joined in the wider of their dtypes, since sums over all tokens would accumulate the
         rounding errors of narrower features.
         """
-        query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
+        query_features = self.query_features(x)
+        key_features = concat_features_by_kv_head(self.key_features(x), k.size(1))
         q = q if query_features is None else torch.cat((q, query_features), -1)
         return q, k if key_features is None else torch.cat((k, key_features), -1)
 
@@ -147,7 +148,7 @@ class Normalizer(torch.nn.Module, ABC):
         return AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Return dense weights (B, H, T, S) by the definition: `normalize` of the `scores`, 0 where masked.
+        """Return dense weights (B, H, T, S) by the definition: `normalize` of the `unmasked_scores`, 0 where masked.
 
         Weights, sums and thresholds are in fp32, or wider if q or k is, also under autocast. In bf16 a row of
         1.5-entmax would sum to anything from 0.6 to 12.
@@ -155,11 +156,11 @@ class Normalizer(torch.nn.Module, ABC):
         q: (B, H, T, D), k: (B, H, S, D), in any floating dtypes, with D + F in place of D if the normalizer has
         features.
         """
-        scores = self.scores(q, k, layout)
+        scores = self.unmasked_scores(q, k, layout)
         with routes.without_autocast(q.device):
             return self.normalize(scores, layout)
 
-    def scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+    def unmasked_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """Return the scores of each query and key before normalization, (B, H, T, S), in fp32, or wider if q or k is.
 
         Weights depend on q, k and their features through the scores alone, which include temperatures. Keys that a
@@ -170,7 +171,7 @@ class Normalizer(torch.nn.Module, ABC):
             return self.define_scores(q.to(wide_dtype), k.to(wide_dtype), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast.
+        """Compute `unmasked_scores` from q and k of one dtype, fp32 or wider, without autocast.
 
         Scores are q.k / sqrt(D), unless a subclass overrides this method.
         """
@@ -231,18 +232,21 @@ class Normalizer(torch.nn.Module, ABC):
         """
         return None
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
+    def decode(
+        self, q: Tensor, new_k: Tensor, new_v: Tensor, layout: AttentionLayout, state: object
+    ) -> tuple[Tensor, object]:
         """Compute `forward` for tokens that continue a sequence, as in generation, and return (weights x values, new
         state).
 
         Args:
-            q, k, v: queries, keys and values of the new tokens; k and v have the shapes that `expand_kv_heads` takes. q
-                may hold only the last of these tokens.
+            q: queries of the new tokens, or of the last of them only.
+            new_k, new_v: keys and values of the new tokens, of the shapes that `expand_kv_heads` takes.
             layout: the layout of the queries and all keys, made by `AttentionLayout.continuation`, then by
-                `queries_from` if q holds fewer tokens than k.
+                `queries_from` if q holds fewer tokens than new_k.
             state: the state that the previous call returned, None at first. By default it is all (keys, values); a
                 subclass may keep less.
         """
+        k, v = new_k, new_v
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
         layout = replace(layout, key_positions=layout.key_positions[..., -k.size(2) :])
@@ -252,7 +256,8 @@ class Normalizer(torch.nn.Module, ABC):
         """Copy each head of k and v (B, K, S, .) to the H / K query heads that share it. Returns keys (B, H, S, D + F)
         and values (B, H, S, E).
 
-        A shared key holds its D dimensions, then F features for each query head that shares it (`group_key_features`).
+        A shared key holds its D dimensions, then F features for each query head that shares it
+        (`concat_features_by_kv_head`).
         """
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
@@ -306,7 +311,7 @@ class DividedNormalizer(Normalizer):
         return self.unnormalized_weights(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
 
 
-def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None:
+def concat_features_by_kv_head(features: Tensor | None, n_kv_head: int) -> Tensor | None:
     """Concatenate the features that a key has for the H / K query heads that share it, one after the other.
 
     Features (B, H, T, F) become (B, K, T, F H / K); None stays None.

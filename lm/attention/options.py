@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lm.errors import Problem, yaml_scalar
 
@@ -14,7 +14,14 @@ MAX_FACTOR = 1e6  # bound of options that are factors or logits: products of the
 _ROW_LENGTH_PATTERN = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
 
 
-def key(default, help: str, effect: Mapping[str, object] | None = None, *, omit_default: bool = False, **limits: float):
+def key(
+    default,
+    help: str,
+    effect: Mapping[Literal["affects", "on_resume", "commands"], object] | None = None,
+    *,
+    omit_default: bool = False,
+    **limits: float,
+):
     """Make a dataclass field for a configuration key with a default, a one-line description and bounds (`gt ge lt le`).
 
     effect: entries of an `lm.config.schema.Effect`, e.g. what the key affects, or whether a resumed run may change it.

@@ -357,7 +357,7 @@ class CosineNormalizer(QueryScale):
     def scale(self, layout: AttentionLayout) -> Tensor:
         return self.g.unsqueeze(-1) * self.n_factor(layout) * math.sqrt(self.layer.head_size)  # undoes 1 / sqrt(D)
 
-    def scale_by_position(self) -> Tensor | None:
+    def scale_by_position(self) -> None:
         return None  # the factor is on cosines, not on softmax's logits
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:

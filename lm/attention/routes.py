@@ -34,18 +34,19 @@ def block_ranges(length: int, size: int) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- weights divided by their sums
 
 
-def divide_rows(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiply rows of weights or outputs by `factor`; if that is None, divide them by `total`. Returns fp32 or wider.
+def divide_rows(rows: Tensor, total: Tensor, factor_instead: Tensor | None) -> Tensor:
+    """Divide rows of weights or outputs by `total`, or multiply them by `factor_instead` if that is given. Returns fp32
+    or wider.
 
     A row that would be divided by less than `MIN_SUM` becomes 0, for example where relu(z)^2 is 0 for all keys.
 
-    rows: (B, H, T, size). total: (B, H, T, 1). factor: broadcastable to (B, H, T).
+    rows: (B, H, T, size). total: (B, H, T, 1). factor_instead: broadcastable to (B, H, T).
     """
     wide_dtype = torch.promote_types(rows.dtype, torch.float32)
-    if factor is None:
+    if factor_instead is None:
         total = total.to(wide_dtype)
         return rows.to(wide_dtype) / total.masked_fill(total < MIN_SUM, torch.inf)
-    return rows * factor.unsqueeze(-1).to(wide_dtype)
+    return rows * factor_instead.unsqueeze(-1).to(wide_dtype)
 
 
 def gradient_before_division(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +94,7 @@ def fused_softmax(
         q, k = append_bias(q, k, key_bias / scale)
     size, needs_grad = q.size(-1), torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if in_order and not (needs_grad or cpu_kernel.why_unusable(v)):
-        return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
+        return cpu_kernel.causal_softmax_no_grad(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
     n_pieces = -(-width // size)
     if width != size:
         # (B, H x n_pieces, S, D)
@@ -173,8 +174,8 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_bf16_parts: int = 3) -> tu
         ends = torch.arange(1, 6, device=k.device) * n_keys // 5 - 1  # the last key of each of five blocks
         block = torch.searchsorted(ends, torch.arange(n_keys, device=k.device))
         small = max(torch.finfo(k.dtype).tiny, 2**-126) ** 0.5
-        gradient = _zeros_with_gradient(rest - rest[..., ends[block]]) / small
-        steps = _zeros_with_gradient(rest[..., ends[:-1], None] - rest[..., ends[1:], None]) / small
+        gradient = _straight_through_zeros(rest - rest[..., ends[block]]) / small
+        steps = _straight_through_zeros(rest[..., ends[:-1], None] - rest[..., ends[1:], None]) / small
         parts.append((small - gradient, small + gradient))
         for n in (0, 2):
             query_part = (block > n) * small + (block > n + 1) * steps[..., n + 1, :]
@@ -198,8 +199,8 @@ def _truncate_to_bf16(x: Tensor) -> Tensor:
     return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)
 
 
-def _zeros_with_gradient(x: Tensor) -> Tensor:
-    """Return zeros through which the gradient of x flows."""
+def _straight_through_zeros(x: Tensor) -> Tensor:
+    """Return zeros through which the gradient of x flows unchanged."""
     return x - x.detach()
 
 
@@ -228,12 +229,12 @@ class _BlockSoftmax(torch.autograd.Function):
     ) -> Tensor:
         output, saved_weights, needs_grad = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
         with without_autocast(v.device):
-            for heads, a, b, keys, coefficients in _softmax_blocks(q, k, logit_map):
-                scores = _compute_scores(q[heads, a:b], k[heads, :keys], scale, logit_map, coefficients)
+            for heads, queries, keys, distance_coefficients in _softmax_blocks(q, k, logit_map):
+                scores = _compute_scores(q[heads, queries], k[heads, keys], scale, logit_map, distance_coefficients)
                 if bias is not None:
-                    scores += bias[heads, :, :keys]
+                    scores += bias[heads, :, keys]
                 weights = _hide_later_keys(scores).softmax(-1).to(v.dtype)
-                output[heads, a:b] = weights @ v[heads, :keys]
+                output[heads, queries] = weights @ v[heads, keys]
                 if needs_grad and not logit_map:
                     saved_weights.append(weights)
         if needs_grad:
@@ -252,34 +253,38 @@ class _BlockSoftmax(torch.autograd.Function):
         scaled_grad, v_wide = grad.to(wide_dtype) * ctx.scale, v.to(wide_dtype)
         low_q, low_k = q.to(v.dtype), k.to(v.dtype)
         with without_autocast(v.device):
-            for number, (heads, a, b, keys, coefficients) in enumerate(_softmax_blocks(q, k, ctx.logit_map)):
+            for number, (heads, queries, keys, distance_coefficients) in enumerate(
+                _softmax_blocks(q, k, ctx.logit_map)
+            ):
                 if ctx.logit_map:
-                    scores = _compute_scores(q[heads, a:b], k[heads, :keys], ctx.scale, ctx.logit_map, coefficients)
-                    derivative = ctx.logit_map.score_derivative(scores, coefficients)
+                    scores = _compute_scores(
+                        q[heads, queries], k[heads, keys], ctx.scale, ctx.logit_map, distance_coefficients
+                    )
+                    derivative = ctx.logit_map.score_derivative(scores, distance_coefficients)
                     wide_weights = _hide_later_keys(scores).softmax(-1)
                     weights = wide_weights.to(v.dtype)
                 else:
                     weights = saved_weights[number]
                     wide_weights = weights.to(wide_dtype)
-                dv[heads, :keys] += weights.mT @ grad[heads, a:b]
-                dweights = scaled_grad[heads, a:b] @ v_wide[heads, :keys].mT
+                dv[heads, keys] += weights.mT @ grad[heads, queries]
+                dweights = scaled_grad[heads, queries] @ v_wide[heads, keys].mT
                 dscores = torch._softmax_backward_data(dweights, wide_weights, -1, wide_dtype)
                 if ctx.logit_map:
                     dscores *= derivative
                 if needs_dbias:
-                    dbias[heads, :, :keys] += dscores.sum(1, keepdim=True)
+                    dbias[heads, :, keys] += dscores.sum(1, keepdim=True)
                 dscores = dscores.to(v.dtype)
-                dq[heads, a:b] = dscores @ low_k[heads, :keys]
-                dk[heads, :keys] += dscores.mT @ low_q[heads, a:b]
+                dq[heads, queries] = dscores @ low_k[heads, keys]
+                dk[heads, keys] += dscores.mT @ low_q[heads, queries]
         return dq, dk, dv.to(v.dtype), dbias / ctx.scale if needs_dbias else None, None, None
 
 
 def _compute_scores(
-    q: Tensor, k: Tensor, scale: float, logit_map: nn.Module | None, coefficients: Tensor | None
+    q: Tensor, k: Tensor, scale: float, logit_map: nn.Module | None, distance_coefficients: Tensor | None
 ) -> Tensor:
     """Return the scores (N, T, S) of the queries q (N, T, D) and the keys k (N, S, D)."""
     logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.mT, beta=0, alpha=scale)
-    return logit_map.map_logits(logits, coefficients) if logit_map else logits
+    return logit_map.map_logits(logits, distance_coefficients) if logit_map else logits
 
 
 def _hide_later_keys(scores: Tensor) -> Tensor:
@@ -291,9 +296,8 @@ def _hide_later_keys(scores: Tensor) -> Tensor:
 
 def _softmax_blocks(
     q: Tensor, k: Tensor, logit_map: nn.Module | None
-) -> Iterator[tuple[slice, int, int, int, Tensor | None]]:
-    """Yield heads, first query, last query + 1, number of keys and the coefficients of `logit_map`, for each block of
-    scores.
+) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
+    """Yield the heads, queries, keys and the coefficients of `logit_map`, for each block of scores.
 
     q (N, T, D) are the last T of the S tokens of k (N, S, D).
     """
@@ -304,12 +308,12 @@ def _softmax_blocks(
     n_heads = max(1, max_weights // (SOFTMAX_BLOCK_QUERIES * keys))
     n_queries = SOFTMAX_BLOCK_QUERIES if on_cpu else max(SOFTMAX_BLOCK_QUERIES, max_weights // (n * keys))
     index = torch.arange(keys, device=q.device)
-    by_distance = logit_map and logit_map.coefficients(index.to(q.dtype))
+    by_distance = logit_map and logit_map.distance_coefficients(index.to(q.dtype))
     for a, b in block_ranges(queries, n_queries):
         distance = (index[first + a : first + b, None] - index[: first + b]).clamp(min=0)
-        coefficients = None if by_distance is None else by_distance[distance]
+        distance_coefficients = None if by_distance is None else by_distance[distance]
         for h in range(0, n, n_heads):
-            yield slice(h, h + n_heads), a, b, first + b, coefficients
+            yield slice(h, h + n_heads), slice(a, b), slice(first + b), distance_coefficients
 
 
 @keep_uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
@@ -339,8 +343,8 @@ MIN_BLOCK_WEIGHTS = 2**18
 MAX_GPU_BLOCK_WEIGHTS = 2**25
 
 
-def _query_blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
-    """Return (first query, last query + 1, number of keys) of each block of queries.
+def _query_blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[slice, slice]]:
+    """Return the queries and the keys of each block of queries.
 
     A causal block has the keys up to its last query. Their number is rounded up to a multiple of an eighth of all keys,
     as blocks of few different sizes reuse memory. On a CPU a causal block has at most an eighth of the sequence's
@@ -352,7 +356,7 @@ def _query_blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[i
         max_weights = min(max_weights, max(row_weights * eighth_of_keys, MIN_BLOCK_WEIGHTS))
     step = max(1, max_weights // row_weights)
     return [
-        (a, b, min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.mask_is_triangular else keys)
+        (slice(a, b), slice(min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.mask_is_triangular else keys))
         for a, b in block_ranges(length, step)
     ]
 
@@ -386,7 +390,7 @@ class _QueryBlockAttention(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         for block in _query_blocks(*inputs[:2], ctx.layout):
             leaves = [x.detach().requires_grad_() for x in _block_inputs(block, *inputs)]
-            block_grad = grad[:, :, slice(*block[:2])]
+            block_grad = grad[:, :, block[0]]
             with torch.enable_grad(), without_autocast(grad.device):
                 output = _attend_block(ctx.dense, ctx.layout, block, *leaves)
                 block_grads = torch.autograd.grad(output, leaves, block_grad, allow_unused=True, materialize_grads=True)
@@ -396,23 +400,21 @@ class _QueryBlockAttention(torch.autograd.Function):
 
 
 def _block_inputs(
-    block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
+    block: tuple[slice, slice], q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the inputs of a block (first query, last query + 1, number of keys): its rows of q, k and v, then all
-    parameters.
-    """
-    first_query, end, n_keys = block
-    return q[:, :, first_query:end], k[:, :, :n_keys], v[:, :, :n_keys], *parameters
+    """Return the inputs of a block (queries, keys): its rows of q, k and v, then all parameters."""
+    queries, keys = block
+    return q[:, :, queries], k[:, :, keys], v[:, :, keys], *parameters
 
 
 def _attend_block(
-    dense: nn.Module, layout: AttentionLayout, block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor,
+    dense: nn.Module, layout: AttentionLayout, block: tuple[slice, slice], q: Tensor, k: Tensor, v: Tensor,
     *parameters: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the output of a block of queries, computed by `DenseAttention` with `parameters` in place of its own."""
-    first_query, end, n_keys = block
+    queries, keys = block
     values = dict(zip((name for name, _ in dense.named_parameters()), parameters, strict=True))
-    arguments = q, k, v, layout.select(slice(first_query, end), n_keys)
+    arguments = q, k, v, layout.select(queries, keys.stop)
     return torch.func.functional_call(dense, values, arguments)
 
 

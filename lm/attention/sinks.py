@@ -37,17 +37,17 @@ class Softmax1Normalizer(SoftmaxNormalizer):
     schema = Softmax1
     kernel = FUSED_SOFTMAX
 
-    def sink_logit(self, template: Tensor) -> Tensor:
-        """Return the sink's logit b, (H,), on the device of `template`."""
-        return template.new_zeros(self.layer.n_head)
+    def sink_logit_by_head(self, device: torch.device) -> Tensor:
+        """Return the sink's logit b of each head, (H,) fp32."""
+        return torch.zeros(self.layer.n_head, device=device)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = scores.masked_fill(~layout.visible(), -math.inf)
-        b = self.sink_logit(z).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
+        b = self.sink_logit_by_head(z.device).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        bias = F.pad(self.sink_logit(q).view(1, -1, 1).expand(1, -1, 1), (0, k.size(2)))  # (1, H, 1 + S)
+        bias = F.pad(self.sink_logit_by_head(q.device).view(1, -1, 1), (0, k.size(2)))  # (1, H, 1 + S)
         k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
         if layout.mask_is_triangular:  # one more query in front keeps the causal mask square
             return routes.fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, key_bias=bias)[:, :, 1:]
@@ -75,5 +75,5 @@ class SinkNormalizer(Softmax1Normalizer):
     def initialise(self) -> None:
         self.b = self.new_parameter(self.options.init)
 
-    def sink_logit(self, template: Tensor) -> Tensor:
+    def sink_logit_by_head(self, device: torch.device) -> Tensor:
         return self.b

@@ -180,15 +180,15 @@ class SoftpickNormalizer(Normalizer):
     kernel = "query blocks; no package on the index has a kernel"
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        signed_weights, _ = self._unnormalized_weights(scores, layout)
+        signed_weights, _ = self._signed_weights_and_max_score(scores, layout)
         return signed_weights.relu() / (signed_weights.abs().sum(-1, keepdim=True) + 1e-8)
 
     def log_weight_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """Return ln of the sum of |e^z - 1| over the keys that each query sees."""
-        signed_weights, top = self._unnormalized_weights(scores, layout)
+        signed_weights, top = self._signed_weights_and_max_score(scores, layout)
         return signed_weights.abs().sum(-1).log() + top.squeeze(-1)
 
-    def _unnormalized_weights(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+    def _signed_weights_and_max_score(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         """Return (e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1).
 
         top is the largest score of the keys that a query sees, but at least 0.

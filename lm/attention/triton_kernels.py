@@ -1,12 +1,12 @@
-"""Triton kernels compute causal sums of f(q.k / sqrt(D) + shift) v, for a function f of one score. They never write
-weights to GPU memory.
+"""Triton kernels compute causal sums of f(q.k / sqrt(D) + b) v, for a function f of one score and a bias b of each
+query. They never write weights to GPU memory.
 
 Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32
 whatever the inputs; fp32 inputs are multiplied in full precision, never as TF32. There are no atomic additions, so the
 same inputs give the same bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values. A program
-takes at most 128 columns of the values. If `HAS_SHIFT`, scores have a `shift` (N, T). If `DIVIDE_BY_SUM`, weights are
-divided by their sums (N, T). The backward pass then subtracts `mean_grad` (N, T) from the gradient of each weight. This
-is the mean of the gradients of a query's weights, in which each key counts by its weight.
+takes at most 128 columns of the values. If `HAS_QUERY_BIAS`, b is `query_bias` (N, T), else 0. If `DIVIDE_BY_SUM`,
+weights are divided by their sums (N, T). The backward pass then subtracts `mean_grad` (N, T) from the gradient of each
+weight. This is the mean of the gradients of a query's weights, in which each key counts by its weight.
 """
 
 import torch
@@ -82,7 +82,7 @@ def _load_vector(x, i, T, PRESENT: tl.constexpr):
 
 
 @triton.jit
-def _program_block(T, BLOCK: tl.constexpr):
+def _head_and_first_token(T, BLOCK: tl.constexpr):
     """Return the index n < N of this program's sequence and head, and the first token of its block."""
     blocks = tl.cdiv(T, BLOCK)
     return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
@@ -90,24 +90,24 @@ def _program_block(T, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward(
-    q, k, v, shift, outputs, sums, T,
-    D: tl.constexpr, E: tl.constexpr, HAS_SHIFT: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
+    q, k, v, query_bias, outputs, sums, T,
+    D: tl.constexpr, E: tl.constexpr, HAS_QUERY_BIAS: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
     FUNCTION_NAME: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of outputs, for one piece of at most 128 columns of the values, in a loop over blocks of keys."""
-    n, first_token = _program_block(T, BLOCK)
+    n, first_token = _head_and_first_token(T, BLOCK)
     i = first_token + tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
-    q_i, shift_i = _load_tile(q + n * T * D, i, d, T, D), _load_vector(shift + n * T, i, T, HAS_SHIFT)
+    q_i, bias_i = _load_tile(q + n * T * D, i, d, T, D), _load_vector(query_bias + n * T, i, T, HAS_QUERY_BIAS)
     total, row_sum = tl.zeros((BLOCK, BLOCK_E), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first_token + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
         z = (
             _dot(q_i, tl.trans(_load_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) * SCALE
-            + shift_i[:, None]
+            + bias_i[:, None]
         )
         w, _ = _value_and_derivative(z, FUNCTION_NAME)
         w = tl.where(i[:, None] >= j[None, :], w, 0.0).to(v.dtype.element_ty)
@@ -124,40 +124,40 @@ def _forward(
 
 @triton.jit
 def _backward_queries(
-    q, k, v, shift, grad, mean_grad, dq, dshift, T,
-    D: tl.constexpr, E: tl.constexpr, HAS_SHIFT: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
+    q, k, v, query_bias, grad, mean_grad, dq, dbias, T,
+    D: tl.constexpr, E: tl.constexpr, HAS_QUERY_BIAS: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
     FUNCTION_NAME: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of dq and dshift, the gradients of q and the shift, in a loop over blocks of keys."""
-    n, first_token = _program_block(T, BLOCK)
+    """Compute a block of dq and dbias, the gradients of q and the bias, in a loop over blocks of keys."""
+    n, first_token = _head_and_first_token(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
     q_i = _load_tile(q + n * T * D, i, d, T, D)
-    shift_i = _load_vector(shift + n * T, i, T, HAS_SHIFT)
+    bias_i = _load_vector(query_bias + n * T, i, T, HAS_QUERY_BIAS)
     g_i = _load_tile(grad, i, e, T, E)
     mean_i = _load_vector(mean_grad + n * T, i, T, DIVIDE_BY_SUM)
-    dq_i, dshift_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    dq_i, dbias_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first_token + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
         k_j = _load_tile(k, j, d, T, D)
-        z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) * SCALE + shift_i[:, None]
+        z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) * SCALE + bias_i[:, None]
         dw = _dot(g_i, tl.trans(_load_tile(v, j, e, T, E)), tl.zeros((BLOCK, BLOCK), tl.float32))
         for offset in range(BLOCK_E, E, BLOCK_E):
             dw = _dot(_load_tile(grad, i, offset + e, T, E), tl.trans(_load_tile(v, j, offset + e, T, E)), dw)
         _, derivative = _value_and_derivative(z, FUNCTION_NAME)
         dz = tl.where(i[:, None] >= j[None, :], (dw - mean_i[:, None]) * derivative, 0.0)
         dq_i = _dot(dz.to(k.dtype.element_ty), k_j, dq_i)
-        dshift_i += tl.sum(dz, 1)
+        dbias_i += tl.sum(dz, 1)
     _store_tile(dq + n * T * D, dq_i * SCALE, i, d, T, D)
-    if HAS_SHIFT:
-        tl.store(dshift + n * T + i, dshift_i, mask=i < T)
+    if HAS_QUERY_BIAS:
+        tl.store(dbias + n * T + i, dbias_i, mask=i < T)
 
 
 @triton.jit
 def _backward_keys(
-    q, k, v, shift, grad, mean_grad, dk, dv, T,
-    D: tl.constexpr, E: tl.constexpr, HAS_SHIFT: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
+    q, k, v, query_bias, grad, mean_grad, dk, dv, T,
+    D: tl.constexpr, E: tl.constexpr, HAS_QUERY_BIAS: tl.constexpr, DIVIDE_BY_SUM: tl.constexpr,
     FUNCTION_NAME: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST_PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -166,11 +166,12 @@ def _backward_keys(
     If `FIRST_PIECE`, the kernel computes dk and the first piece of at most 128 columns of dv, else another piece of dv
     alone. All tiles of weights are (keys, queries), so that none is ever transposed.
     """
-    n, first_token = _program_block(T, BLOCK)
+    n, first_token = _head_and_first_token(T, BLOCK)
     j, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     if not FIRST_PIECE:
         e += (tl.program_id(1) + 1) * BLOCK_E
-    q, shift, v, grad, mean_grad = q + n * T * D, shift + n * T, v + n * T * E, grad + n * T * E, mean_grad + n * T
+    q, v, grad = q + n * T * D, v + n * T * E, grad + n * T * E
+    query_bias, mean_grad = query_bias + n * T, mean_grad + n * T
     k_j, v_j = _load_tile(k + n * T * D, j, d, T, D), _load_tile(v, j, e, T, E)
     dk_j, dv_j = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK, BLOCK_E), tl.float32)
     for start in range(first_token, T, BLOCK):
@@ -178,7 +179,7 @@ def _backward_keys(
         q_i, g_i = _load_tile(q, i, d, T, D), _load_tile(grad, i, e, T, E)
         z = (
             _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * SCALE
-            + _load_vector(shift, i, T, HAS_SHIFT)[None, :]
+            + _load_vector(query_bias, i, T, HAS_QUERY_BIAS)[None, :]
         )
         w, derivative = _value_and_derivative(z, FUNCTION_NAME)
         mask = i[None, :] >= j[:, None]  # the mask holds queries beyond T, too: their gradients are 0
@@ -195,7 +196,7 @@ def _backward_keys(
 
 
 def launch_options(
-    dtype: torch.dtype, head_size: int, value_width: int, function_name: str, has_shift: bool, divide_by_sum: bool
+    dtype: torch.dtype, head_size: int, value_width: int, function_name: str, has_query_bias: bool, divide_by_sum: bool
 ) -> dict[str, int | str | bool]:
     """Return the options of a kernel launch, by name, for inputs of `dtype`.
 
@@ -210,7 +211,7 @@ def launch_options(
     return {
         "D": head_size,
         "E": value_width,
-        "HAS_SHIFT": has_shift,
+        "HAS_QUERY_BIAS": has_query_bias,
         "DIVIDE_BY_SUM": divide_by_sum,
         "FUNCTION_NAME": function_name,
         "SCALE": head_size**-0.5,
@@ -223,39 +224,54 @@ def launch_options(
 
 
 class TritonSums(torch.autograd.Function):
-    """Compute elementwise attention of (N, T, .) tensors by the kernels above; `shift` is (N, T) fp32 or None.
+    """Compute elementwise attention of (N, T, .) tensors by the kernels above; `query_bias` is (N, T) fp32 or None.
     `why_no_triton` in `lm.attention.elementwise_sums` says which tensors they take.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, function_name: str, divide_by_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
+        ctx: FunctionCtx,
+        function_name: str,
+        divide_by_sum: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_bias: Tensor | None,
     ) -> Tensor:
-        q, k, v, shift = (x if x is None else x.contiguous() for x in (q, k, v, shift))
-        ctx.options = launch_options(q.dtype, q.size(-1), v.size(-1), function_name, shift is not None, divide_by_sum)
+        q, k, v, query_bias = (x if x is None else x.contiguous() for x in (q, k, v, query_bias))
+        ctx.options = launch_options(
+            q.dtype, q.size(-1), v.size(-1), function_name, query_bias is not None, divide_by_sum
+        )
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
         output = torch.empty_like(v, dtype=torch.float32 if divide_by_sum else v.dtype)
         sums = torch.empty((*v.shape[:2], 1), device=v.device) if divide_by_sum else None
         placeholder = q  # passed for arguments that the kernel does not read
-        arguments = q, k, v, placeholder if shift is None else shift, output, sums if divide_by_sum else placeholder
+        arguments = (
+            q,
+            k,
+            v,
+            placeholder if query_bias is None else query_bias,
+            output,
+            sums if divide_by_sum else placeholder,
+        )
         with torch.cuda.device_of(q):
             _forward[(blocks, triton.cdiv(v.size(-1), VALUE_PIECE_WIDTH))](*arguments, q.size(1), **ctx.options)
-        ctx.save_for_backward(q, k, v, shift, *((output, sums) if divide_by_sum else ()))
+        ctx.save_for_backward(q, k, v, query_bias, *((output, sums) if divide_by_sum else ()))
         return output.to(v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, shift, *saved_sums = ctx.saved_tensors
+        q, k, v, query_bias, *saved_sums = ctx.saved_tensors
         grad, mean_grad = gradient_before_division(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
         pieces = triton.cdiv(v.size(-1), VALUE_PIECE_WIDTH)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        shift_or_q, dshift = (q, dq) if shift is None else (shift, torch.empty_like(shift))
-        inputs = q, k, v, shift_or_q, grad.contiguous(), mean_grad.contiguous()
+        bias_or_q, dbias = (q, dq) if query_bias is None else (query_bias, torch.empty_like(query_bias))
+        inputs = q, k, v, bias_or_q, grad.contiguous(), mean_grad.contiguous()
         with torch.cuda.device_of(q):
-            _backward_queries[(blocks,)](*inputs, dq, dshift, q.size(1), **ctx.options)
+            _backward_queries[(blocks,)](*inputs, dq, dbias, q.size(1), **ctx.options)
             _backward_keys[(blocks,)](*inputs, dk, dv, q.size(1), FIRST_PIECE=True, **ctx.options)
             if pieces > 1:
                 _backward_keys[(blocks, pieces - 1)](*inputs, dk, dv, q.size(1), FIRST_PIECE=False, **ctx.options)
-        return None, None, dq, dk, dv, None if shift is None else dshift
+        return None, None, dq, dk, dv, None if query_bias is None else dbias

@@ -20,17 +20,17 @@ MAX_SYMBOLS, MAX_TASK_SYMBOLS = 2**16, 2**20  # most symbols of one kind; most s
 INVERSE_TEST_FRACTION = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
 
 
-def chance_accuracy(n_candidates: int, n_questions: int) -> float | None:
-    """Return the mean accuracy over `n_questions` of a model that picks each answer at random among the `n_candidates`
-    in its sequence. Return None if there is only one candidate.
+def distinct_guess_accuracy(n_candidates: int, n_guesses: int) -> float | None:
+    """Return the mean accuracy of `n_guesses` of a model that picks each answer at random among the `n_candidates` in
+    its sequence. Return None if there is only one candidate.
 
     All answers of a sequence differ, and those to earlier questions are visible: the model never picks them again.
-    Question i (from 0) has `n_candidates` - i possible answers. With k questions and k candidates, chance is (1 + 1/2 +
+    Question i (from 0) has `n_candidates` - i possible answers. With k guesses and k candidates, chance is (1 + 1/2 +
     ... + 1/k) / k.
     """
     if n_candidates == 1:
         return None
-    return sum(1 / (n_candidates - index) for index in range(n_questions)) / n_questions
+    return sum(1 / (n_candidates - index) for index in range(n_guesses)) / n_guesses
 
 
 class Task(ABC):
@@ -100,7 +100,7 @@ class MQAR(Task):
     @property
     def chance(self) -> float | None:
         """Return the accuracy of a model that picks a random value of the sequence for each query."""
-        return chance_accuracy(self.pairs, self.queries)
+        return distinct_guess_accuracy(self.pairs, self.queries)
 
     def sequence_entropy(self, length: int) -> float:
         """Return the entropy, in nats, of the pairs and the filler; the pairs' positions and the queries are not
@@ -162,7 +162,7 @@ class Needle(Task):
         """Return the accuracy of a model that picks a random number of the sequence for each question; None without
         needles.
         """
-        return None if self.absent else chance_accuracy(self.needles + self.distractors, self.needles)
+        return None if self.absent else distinct_guess_accuracy(self.needles + self.distractors, self.needles)
 
 
 TASKS = {v.name: v for v in (MQAR, Needle)}

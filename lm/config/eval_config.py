@@ -239,15 +239,15 @@ class EvaluationKindConfig(EvaluationTiming):
 
     # the key that is empty or 0 while the evaluation is off, unless a class overrides `is_wanted`; errors name it
     switch_key: ClassVar[str] = ""
-    needs_text: ClassVar[bool] = True  # true if a model that was trained on symbols alone can't be measured
+    needs_text_model: ClassVar[bool] = True  # true if a model that was trained on symbols alone can't be measured
 
     def is_wanted(self, data: DataConfig) -> bool:
         """Return whether these options switch the evaluation on for a model that is trained on `data`."""
         return bool(getattr(self, self.switch_key))
 
-    def longest_length(self, data: DataConfig) -> int:
-        """Return the number of tokens of the longest sequences that the evaluation measures, answers that are generated
-        after them included.
+    def required_positions(self, data: DataConfig) -> int:
+        """Return the number of positions that the evaluation needs a model to have: the tokens of its longest sequence,
+        answers that are generated after it included. `length_factor: auto` takes what learned positions allow.
         """
         return data.seq_len
 
@@ -258,11 +258,11 @@ class EvaluationKindConfig(EvaluationTiming):
         This method is called only if the evaluation is on. `length_factor: auto` never contradicts learned positions,
         as with them it takes at most the training length.
         """
-        if data.symbolic and self.needs_text:
+        if data.symbolic and self.needs_text_model:
             yield Problem(self.switch_key, getattr(self, self.switch_key), "needs a model of text", "switch it off")
         yield from inference_problems(getattr(self, "inference", [InferenceSetting()]), model.position)
-        if model.position.has_length_limit and (longest := self.longest_length(data)) > data.seq_len:
-            reason = f"makes {longest:,} tokens be read, and learned positions end at {data.seq_len:,}"
+        if model.position.has_length_limit and (required := self.required_positions(data)) > data.seq_len:
+            reason = f"makes {required:,} tokens be read, and learned positions end at {data.seq_len:,}"
             remedy = "leave longer sequences out, or train with model.position=rope"
             yield Problem(self.switch_key, getattr(self, self.switch_key), reason, remedy)
 
@@ -309,7 +309,7 @@ class LongContextConfig(InferenceEvaluationConfig):
         """Return the length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
 
-    def longest_length(self, data: DataConfig) -> int:
+    def required_positions(self, data: DataConfig) -> int:
         return data.seq_len if self.length_factor == "auto" else round(self.length_factor * data.seq_len)
 
 
@@ -334,7 +334,7 @@ class ByLengthConfig(InferenceEvaluationConfig):
             )
             yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
 
-    def longest_length(self, data: DataConfig) -> int:
+    def required_positions(self, data: DataConfig) -> int:
         return max(self.lengths)
 
 
@@ -360,7 +360,7 @@ class RecallConfig(InferenceEvaluationConfig):
     """Options of the evaluation `recall`: accuracy on synthetic tasks, by sequence length."""
 
     switch_key: ClassVar[str] = "length_factors"
-    needs_text: ClassVar[bool] = False
+    needs_text_model: ClassVar[bool] = False
     tasks: list[Task] = variant(
         TASKS, [], "tasks to measure, e.g. [needle, {name: needle, needles: 3}]; empty: those of data.tasks"
     )
@@ -378,7 +378,7 @@ class RecallConfig(InferenceEvaluationConfig):
         """
         return self.tasks or [weighted.task for weighted in data.tasks]
 
-    def longest_length(self, data: DataConfig) -> int:
+    def required_positions(self, data: DataConfig) -> int:
         return round(max(self.length_factors) * data.seq_len)
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -425,7 +425,7 @@ class NeedleConfig(InferenceEvaluationConfig):
                 "heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors"
             )
 
-    def longest_length(self, data: DataConfig) -> int:
+    def required_positions(self, data: DataConfig) -> int:
         return round(max(*self.length_factors, self.heads_at or 0) * data.seq_len) + MAX_TOKENS_AFTER_SEQUENCE
 
 
@@ -447,7 +447,7 @@ class DiagnosticsConfig(InferenceEvaluationConfig):
 
     switch_key: ClassVar[str] = "length_factor"
     required_keys: ClassVar[Sequence[str]] = ("statistics",)
-    needs_text: ClassVar[bool] = False
+    needs_text_model: ClassVar[bool] = False
     statistics: list[StatisticFamily] = key(
         ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(StatisticFamily))}"
     )
@@ -470,7 +470,7 @@ class DiagnosticsConfig(InferenceEvaluationConfig):
         if len(set(self.statistics)) < len(self.statistics):
             yield Problem("statistics", self.statistics, "names something twice")
 
-    def longest_length(self, data: DataConfig) -> int:
+    def required_positions(self, data: DataConfig) -> int:
         return round(self.length_factor * data.seq_len)
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:

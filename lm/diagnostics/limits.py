@@ -84,7 +84,7 @@ def _scores_depend_on_length(rows: AttentionRows) -> bool:
     layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
     names = ("positions", "key_positions", "document_lengths")
     shifted = replace(layout, **{name: getattr(layout, name) + length for name in names})
-    scores = (rows.normalizer.scores(q[:, :, -1:], k, each) for each in (layout, shifted))
+    scores = (rows.normalizer.unmasked_scores(q[:, :, -1:], k, each) for each in (layout, shifted))
     return not torch.allclose(*scores, rtol=1e-5, atol=1e-6)
 
 

@@ -242,7 +242,7 @@ def _attention_function(
     if is_whole and bool((position_ids[:, 1:] == 0).any()):  # packed documents
         layout = functional.make_layout(query, key, position_ids)
     else:
-        layout = AttentionLayout.from_mask(attention_mask, n_keys - n_queries, n_queries, query.device)
+        layout = AttentionLayout.from_4d_mask(attention_mask, n_keys - n_queries, n_queries, query.device)
     depends_on_position = options["name"] in POSITION_DEPENDENT_NORMALIZERS and options.get("features") != "identity"
     if (
         depends_on_position

@@ -261,7 +261,7 @@ def input_layout(mask: Tensor | None, position_ids: Tensor | None, n_cached: int
     """
     count, n_keys, device = x.size(1), n_cached + x.size(1), x.device
     if mask is not None and mask.dim() == 4:
-        layout = AttentionLayout.from_mask(mask, n_cached, count, device)
+        layout = AttentionLayout.from_4d_mask(mask, n_cached, count, device)
         return InputLayout(layout, layout.positions if position_ids is None else position_ids, False)
     is_token = torch.ones(1, n_keys, dtype=torch.bool, device=device) if mask is None else mask != 0
     if position_ids is None:
@@ -275,7 +275,7 @@ def input_layout(mask: Tensor | None, position_ids: Tensor | None, n_cached: int
     visible = is_token[:, None, None] & triangle
     if documents is not None:
         visible = visible & (documents[:, None, :, None] == documents[:, None, None])
-    layout = AttentionLayout.from_mask(visible, n_cached, count, device)
+    layout = AttentionLayout.from_4d_mask(visible, n_cached, count, device)
     return InputLayout(layout, position_ids, documents is not None)
 
 

@@ -80,7 +80,7 @@ def attention_blocks(
         for block_queries in indices.split(block_size):
             n_keys = int(block_queries.max()) + 1  # no query sees a later key
             block_layout = context.layout.select(block_queries, n_keys)
-            scores = normalizer.scores(
+            scores = normalizer.unmasked_scores(
                 layer_inputs.q[:, :, block_queries].to(dtype), layer_inputs.k[:, :, :n_keys].to(dtype), block_layout
             )
             yield QueryBlock(layer, normalizer, block_queries, block_layout, scores, layer_inputs)

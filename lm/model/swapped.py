@@ -64,7 +64,9 @@ def score_factors_by_length(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
     factors = torch.full((len(lengths), len(normalizers), heads), math.nan)
     for layer, normalizer in enumerate(normalizers):
         if normalizer.scale_by_position() is not None:
-            scores = [normalizer.scores(q, q, replace(layout, key_positions=layout.positions)) for layout in layouts]
+            scores = [
+                normalizer.unmasked_scores(q, q, replace(layout, key_positions=layout.positions)) for layout in layouts
+            ]
             factors[:, layer] = torch.cat(scores)[:, :, 0, 0].cpu()
     return factors
 

@@ -120,13 +120,13 @@ class Coarse(QueryScale):
 
 BROKEN = {
     Drawn: {"check_initial_values"},
-    DividedAlongKeys: {"check_own_n", "check_decoding"},
-    ScaledAlongKeys: {"check_own_n"},
+    DividedAlongKeys: {"check_n_per_query", "check_decoding"},
+    ScaledAlongKeys: {"check_n_per_query"},
     OtherForward: {"check_fast_path"},
     NoGradient: {"check_fast_path", "check_finite_differences"},
     Acausal: {"check_row_sums", "check_causality"},
     HalfSums: {"check_row_sums"},
-    LooksAtOtherRows: {"check_own_scores", "check_packed_documents"},
+    LooksAtOtherRows: {"check_query_independence", "check_packed_documents"},
     NamesAnotherMap: {"check_score_map"},
     NamesAnotherScale: {"check_scale_by_position"},
     NFromWidth: {"check_decoding", "check_packed_documents"},

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lm.attention import cpu_kernel, kernels
-from lm.attention.cpu_kernel import TILE_KEYS, TILE_QUERIES, causal_softmax
+from lm.attention.cpu_kernel import TILE_KEYS, TILE_QUERIES, causal_softmax_no_grad
 from lm.attention.layout import AttentionLayout
 from lm.attention.routes import MAX_SHORT_LENGTH, fused_softmax
 
@@ -63,7 +63,7 @@ def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: 
     q, k, v = inputs(keys, keys, size, width)
     q = q.to(dtype)
     scale = 1 / math.sqrt(size)
-    true, output = exact(q, k, v, scale), causal_softmax(q, k, v, scale)
+    true, output = exact(q, k, v, scale), causal_softmax_no_grad(q, k, v, scale)
     wider = max(size, width)
     # of three dimensions it would not be the fused kernel
     padded = (F.pad(x.bfloat16(), (0, wider - x.size(-1)))[None] for x in (q, k, v))
@@ -78,7 +78,7 @@ def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: 
 def test_queries_may_be_the_last_of_the_keys(queries: int):
     q, k, v = inputs(700, 700, 32, 32)
     expected = exact(q, k, v, 0.2)[:, -queries:]
-    output = causal_softmax(q[:, -queries:], k, v, 0.2)
+    output = causal_softmax_no_grad(q[:, -queries:], k, v, 0.2)
     assert (output - expected).norm() <= 0.01 * expected.norm()
 
 
@@ -86,7 +86,7 @@ def test_queries_may_be_the_last_of_the_keys(queries: int):
 @pytest.mark.parametrize("factor", [0.0, 1e4, 1e30])
 def test_extreme_scores_give_a_mean_of_values(factor: float):
     q, k, v = inputs(600, 600, 32, 32)
-    output = causal_softmax(q * factor, k, torch.ones_like(v), 0.2)
+    output = causal_softmax_no_grad(q * factor, k, torch.ones_like(v), 0.2)
     assert (output - 1).abs().max() <= 1 / 64
 
 
@@ -96,7 +96,7 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
     outputs = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        outputs.append(causal_softmax(q, k, v, 0.2))
+        outputs.append(causal_softmax_no_grad(q, k, v, 0.2))
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 
@@ -104,7 +104,7 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
 def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.MonkeyPatch):
     calls = []
     monkeypatch.setattr(cpu_kernel, "_machine_problem", lambda: "")
-    monkeypatch.setattr(cpu_kernel, "causal_softmax", lambda q, k, v, scale: calls.append(scale) or v)
+    monkeypatch.setattr(cpu_kernel, "causal_softmax_no_grad", lambda q, k, v, scale: calls.append(scale) or v)
 
     def taken(
         length: int, dtype: torch.dtype = torch.bfloat16, layout: AttentionLayout | None = None, grad: bool = False
@@ -166,7 +166,7 @@ def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(
     compiler.chmod(0o755)
     monkeypatch.setattr(cpu_kernel, "cpp_compiler", lambda: str(compiler))
     if trouble == "results":
-        monkeypatch.setattr(cpu_kernel, "causal_softmax", lambda q, k, v, scale: torch.zeros_like(q))
+        monkeypatch.setattr(cpu_kernel, "causal_softmax_no_grad", lambda q, k, v, scale: torch.zeros_like(q))
     with pytest.warns(UserWarning, match=words):
         assert cpu_kernel.why_unusable(V)
     assert cpu_kernel.why_unusable(V)  # asked again, without a further warning
@@ -189,6 +189,6 @@ def test_it_is_compiled_once_on_a_machine_whose_cache_can_be_written(
     for _ in range(2):
         cpu_kernel._load_library.cache_clear()
         q, k, v = inputs(40, 40, 8, 8)
-        assert torch.isfinite(causal_softmax(q, k, v, 1.0)).all()
+        assert torch.isfinite(causal_softmax_no_grad(q, k, v, 1.0)).all()
     assert len(runs) == (1 if kept else 2)
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"] * kept

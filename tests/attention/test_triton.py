@@ -61,7 +61,7 @@ def test_the_kernels_compile_for_a_gpu_and_fit_into_its_shared_memory(
         constants = settings | extra
         types = (
             {"T": "i32"}
-            | dict.fromkeys(("shift", "dshift", "sums", "mean_grad"), "*fp32")
+            | dict.fromkeys(("query_bias", "dbias", "sums", "mean_grad"), "*fp32")
             | dict.fromkeys(constants, "constexpr")
         )
         signature = {name: types.get(name, matrix) for name in kernel.arg_names}

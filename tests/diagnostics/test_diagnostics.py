@@ -145,7 +145,8 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
         normalizer, inputs = block.normalizer, block.inputs
         q, k = inputs.q.double(), inputs.k.double()
         weights, scores = (
-            tensor[0].detach().numpy() for tensor in (normalizer.weights(q, k, layout), normalizer.scores(q, k, layout))
+            tensor[0].detach().numpy()
+            for tensor in (normalizer.weights(q, k, layout), normalizer.unmasked_scores(q, k, layout))
         )
         unnormalized = UNNORMALIZED.get(normalizer.score_map or normalizer.options.name)
         visible = normalizer.visible(layout).reshape(LENGTH, LENGTH).numpy()

@@ -88,7 +88,9 @@ def test_score_factors_are_those_of_the_scores(tiny, options: object):
         )
         for place, length in enumerate((1, 16, 32)):
             with torch.no_grad():
-                scores = normalizer.scores(q[:, :, :length], k[:, :, :length], AttentionLayout.full(length))[0, :, -1]
+                scores = normalizer.unmasked_scores(q[:, :, :length], k[:, :, :length], AttentionLayout.full(length))[
+                    0, :, -1
+                ]
             plain = (q @ k.transpose(-2, -1))[0, :, length - 1, :length] / math.sqrt(normalizer.layer.head_size)
             torch.testing.assert_close(scores, factors[place, layer].unsqueeze(-1) * plain, atol=1e-5, rtol=1e-4)
 

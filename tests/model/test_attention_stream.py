@@ -52,7 +52,9 @@ def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
     for block in attention_blocks(decoder, sample, [0]):
         inputs, normalizer = block.inputs, decoder.normalizers()[block.layer]
         q, k = inputs.q.double(), inputs.k.double()
-        layers.append((normalizer.scores(q, k, batch_layout(sample)), normalizer.weights(q, k, batch_layout(sample))))
+        layers.append(
+            (normalizer.unmasked_scores(q, k, batch_layout(sample)), normalizer.weights(q, k, batch_layout(sample)))
+        )
     return layers
 
 

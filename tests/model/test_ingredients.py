@@ -192,7 +192,7 @@ def test_the_recipe_of_lssar_scales_cosines():
     assert config.qk_norm
     q, k = F.normalize(torch.randn(2, 1, 4, T, 12, generator=torch.Generator().manual_seed(0)), dim=-1)
     normalizer, size = make_normalizer(config.normalizer, LayerSpec(4, 12, C, T)), 12**0.5
-    scores = normalizer.scores(size * q, size * k, AttentionLayout.full(T))
+    scores = normalizer.unmasked_scores(size * q, size * k, AttentionLayout.full(T))
     n = torch.arange(1.0, T + 1).view(T, 1)
     torch.testing.assert_close(scores, math.log(12) * n.log() * (q @ k.mT), atol=1e-5, rtol=1e-5)
 
