@@ -226,7 +226,7 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path, monkeypa
         "broken:Acausal: BROKEN: later tokens change no earlier output, to the bit: other tokens from 25 on change an "
         "earlier output" in result.stdout
     )
-    assert "broken:Acausal: kept: the normalizer gives an output, and its initial values are" in result.stdout
+    assert "broken:Acausal: kept: the normalizer gives an output, and its parameters start at" in result.stdout
 
 
 def test_check_normalizer_accepts_built_in_normalizers_with_options_and_refuses_unknown_ones(
