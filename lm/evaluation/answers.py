@@ -181,7 +181,7 @@ class Recall(AnswerMeasurement):
         blocks, setting_metric = [], drop_single_setting(self.logged_metrics[0], self.eval_config.inference)
         for (setting, model), (name, task) in product(self.decoders_by_setting(decoder), self.tasks.items()):
             options = to_plain(task)
-            fields, options = {"task": options.pop("name"), "setting": setting}, json.dumps(options)
+            fields, options = {"task": options.pop("name"), "inference_setting": setting}, json.dumps(options)
             samples = [self._recall_values(model, task, length, device) for length in self.lengths]
             questions = int(samples[0][0][1]["weight"].sum())
             whole = accuracy_metric(setting_metric.fill_placeholders(TASK=name), questions, task.chance, options)
@@ -357,7 +357,7 @@ class NeedleMeasurement(AnswerMeasurement):
                 task_metric = accuracy_metric(
                     metric, self.eval_config.trials, self._chance_level(self.tasks[names[0]]), options
                 )
-                fields = {"task": f"needle{', control without it' * metric.control}", "setting": setting}
+                fields = {"task": f"needle{', control without it' * metric.control}", "inference_setting": setting}
                 yield rows_by_length(task_metric, self.lengths, pooled, **fields)
         for (name, task), (column, metric) in product(self.tasks.items(), enumerate(TRIAL_METRICS)):
             chance = self._chance_level(task) if metric.interval else None
