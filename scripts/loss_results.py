@@ -371,7 +371,8 @@ class LossResults(ExperimentResults):
             return svg_bytes(figure)
 
     def _draw_seed_losses_by_row(self) -> bytes:
-        """Draw a line for each row of the table, with its loss in each setting: dots are seeds, rings are means.
+        """Draw a strip for each row of the table, in a panel for each column: dots are seeds, rings are means.
+        Return the picture as SVG.
 
         Broken lines are the means of the baseline, the first of `labels`. A ring is filled if a verdict says that the
         difference is larger than `matters`.
@@ -442,9 +443,8 @@ class LossResults(ExperimentResults):
             return svg_bytes(figure)
 
     def _losses_by_position(self, row_name: str, column: str) -> pd.DataFrame:
-        """Return the losses by position (positions, seeds) of a row in the setting `column`, at its best rate.
-
-        Positions begin at an eighth of the training length.
+        """Return the losses by position (positions, seeds) of the table's row `row_name` under its heading `column`, at
+        the row's best rate. Positions before an eighth of the training length are left out.
         """
         shown = self.columns[column]
         arm, setting = _arm_and_full_setting(row_name, shown.setting)

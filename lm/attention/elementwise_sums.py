@@ -146,7 +146,8 @@ class TileSums(torch.autograd.Function):
 def _unmasked_tile_scores(
     q: Tensor, k: Tensor, query_bias: Tensor | None, query_start: int, query_end: int, key_start: int, key_end: int
 ) -> Tensor:
-    """Return the scores q.k / sqrt(D) + query_bias of a tile: (N, query_end - query_start, key_end - key_start)."""
+    """Return the scores q.k / sqrt(D) + query_bias of a tile, without a mask: (N, query_end - query_start,
+    key_end - key_start). `query_bias`, (N, T), is one number for each query; q and k are (N, T, D)."""
     queries, keys = q[:, query_start:query_end], k[:, key_start:key_end]
     bias_column = q.new_zeros(1, 1, 1) if query_bias is None else query_bias[:, query_start:query_end].unsqueeze(-1)
     return torch.baddbmm(bias_column, queries, keys.mT, beta=query_bias is not None, alpha=1 / math.sqrt(q.size(-1)))

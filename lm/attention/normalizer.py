@@ -240,7 +240,7 @@ class Normalizer(torch.nn.Module, ABC):
 
         Args:
             q: queries of the new tokens, or of the last of them only.
-            new_k, new_v: keys and values of the new tokens, of the shapes that `expand_kv_heads` takes.
+            new_k, new_v: keys and values of the new tokens, not yet repeated for the query heads that share them.
             layout: the layout of the queries and all keys, made by `AttentionLayout.continuation`, then by
                 `queries_from` if q holds fewer tokens than new_k.
             state: the state that the previous call returned, None at first. By default it is all (keys, values); a

@@ -285,9 +285,10 @@ class YaRN(Options):
 
 
 class YaRNNormalizer(QueryScale):
-    """Softmax with YaRN's factor (0.1 ln(n / m) + 1)^2 on logits, 1 for n up to m (arXiv 2309.00071).
+    """Softmax with YaRN's factor (0.1 ln(n / m) + 1)^2 on logits, m the training length; the factor is 1 for n up to m
+    (arXiv 2309.00071).
 
-    YaRN also rescales RoPE's frequencies, which other options do, in training (`model.position`) or in inference.
+    YaRN also rescales RoPE's frequencies. Other options do this, in training (`model.position`) or in inference.
     """
 
     schema = YaRN

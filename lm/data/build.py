@@ -374,8 +374,8 @@ def _hashes_to_hold_out(hashes_and_sizes: list[tuple[np.ndarray, np.ndarray]], f
     have them make up `fraction` of the source's bytes.
 
     No source gives all its hashes. A document stays in training if it is large: if it has more than half, and more than
-    `fraction`, of its source's bytes. Where a source has a large document, half of the bytes of its other documents are
-    enough, even if `fraction` asks for more.
+    `fraction`, of its source's bytes. Where a source has a large document, at most about half of the
+    bytes of its other documents are held out, even if `fraction` asks for more.
 
     hashes_and_sizes: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """

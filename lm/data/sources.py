@@ -178,7 +178,8 @@ def _hub_held_out_source(source: HubSource) -> HubSource | None:
 
 
 def _hub_identity(source: HubSource, hashes: FileHashes) -> dict[str, Plain]:
-    """Return the source's options, with the sha256 of each file of a local folder. For a hub dataset without a pinned
+    """Return what tells the source's data apart: its options, and the sha256 of each file if the dataset is a local
+    folder. For a hub dataset without a pinned
     commit, the options are followed by the dataset's hash, which `datasets` computes.
     """
     option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")

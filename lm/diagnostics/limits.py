@@ -69,7 +69,7 @@ def log_n_times_weight_bound(rows: AttentionRows) -> Tensor | None:
 
 def weight_bound_applies(rows: AttentionRows) -> bool:
     """Return whether weights are the softmax of scores that do not depend on the number of keys, as Lemma 1
-    supposes.
+    of arXiv 2508.17821 supposes.
     """
     normalizer = rows.normalizer
     return normalizer.options.rows_sum_to_one and normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
@@ -181,7 +181,10 @@ class RandomKeyBounds(NamedTuple):
 
 
 def measure_top_keys(weights: Tensor, visible: Tensor, key_vectors: Tensor, count: int) -> TopKeySeparation:
-    """Return, for the N = `count` keys of largest |weight|, d~, Theorem 1's upper bound on d~, and Theorem 2's N_s / N.
+    """Measure how far the N = `count` keys of largest |weight| lie from their weighted sum s (arXiv 2508.17821).
+
+    The result has the summed distance d~ of all other keys to s, Theorem 1's upper bound on d~, and N_s / N of
+    Theorem 2, the share of the N keys that lie near s.
 
     weights: (H, T, S), 0 where not visible; visible: (T, S) bool; key_vectors: (S, E).
     """

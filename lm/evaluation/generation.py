@@ -61,7 +61,7 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
 
 def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
     """Return an iterator over pieces of text for `lm generate`: first the prompt, then each piece as soon as it is
-    generated.
+    generated. `checkpoint` is `last`, `best` or a step.
 
     Raises:
         RunError: there is no model at `source`, or it has no tokenizer.

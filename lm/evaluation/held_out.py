@@ -1,4 +1,5 @@
-"""Choose held-out sequences, and measure the loss at the training length, by position, by length and around a swap."""
+"""Choose held-out sequences, and measure the loss at the training length, by position, by length, and before and
+after a swap of the normalizer."""
 
 import math
 from collections.abc import Callable, Sequence

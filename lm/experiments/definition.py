@@ -244,7 +244,7 @@ class Experiment:
         return replace(config, **start, name=f"{stem}-{digest}", experiment=place)
 
     def fill_unset_settings(self, settings: dict[str, Plain]) -> "Experiment":
-        """Return the experiment with the `SHARED_SETTINGS` in `settings`, where its base does not set them."""
+        """Return the experiment with those of `settings` that are `SHARED_SETTINGS` and that its base does not set."""
         trainer = self.base_config.get("trainer", {})  # sizes and arms may set these keys, too
         names = (name for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None) and name in settings)
         return replace(self, base_config=merge(self.base_config, {"trainer": {name: settings[name] for name in names}}))

@@ -106,8 +106,8 @@ def table_noise(
     seed_column: str,
     difference: float | None,
 ) -> dict[str, Plain]:
-    """Measure the noise of the runs of a table, on the lines that satisfy `condition`. `source` names the table in
-    errors.
+    """Measure how much runs of a table differ between seeds, as `measure_noise` does. Lines count that satisfy
+    `condition`, an expression of `pandas.DataFrame.eval` such as `step == 500`. `source` names the table in errors.
 
     Runs that have not finished don't count. If `difference` is a number, the result also says how many seeds of each
     arm detect a difference that large. Raises RunError: the table is wrong, or no arm has two finished runs.
@@ -340,8 +340,9 @@ def _unbeaten_level_texts(frame: pd.DataFrame, better: str) -> pd.Series:
 def _rows_to_judge(
     table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]
 ) -> pd.DataFrame:
-    """Select the rows of `metric` that satisfy `condition`. Raises RunError: no row does, or one of the columns `names`
-    is missing.
+    """Select rows of `metric` that satisfy `condition`, an expression of `pandas.DataFrame.eval` such as `seed < 3`.
+
+    Raises RunError: no row does, or one of the columns `names` is missing. `source` names the table in errors.
     """
     if missing_names := [name for name in names if name not in table]:
         remedy = "; name the column of seeds, or judge runs without seeds --unpaired" * ("seed" in missing_names)
@@ -376,7 +377,7 @@ def _rows_to_judge(
 
 
 def _check_and_convert_rows(runs: pd.DataFrame, source: str, columns_named_in_error: list[str]) -> None:
-    """Check the rows, and convert values, weights and chances into numbers in place.
+    """Check the rows, and convert the columns `value`, `weight` and `chance` into numbers in place.
 
     Raises RunError: a number, arm or seed is missing or invalid, or a run has several rows for one sequence. The error
     then names the columns, among `columns_named_in_error`, in which these several rows differ.

@@ -357,8 +357,8 @@ class ExperimentTrainer:
             RunsFailed: some runs failed; it is raised when no other run can be started.
             TrainingStopped: one of `STOP_SIGNALS` has arrived. Runs of this machine have saved a checkpoint; a
                 scheduler's jobs go on.
-            RunError: a trained run lacks the primary metric, a job failed, or a scheduler's job that this process does
-                not wait for is training a run.
+            RunError: a trained run lacks the primary metric, a job failed, or a job that another `lm compare` submitted
+                is still training a run.
         """
         self._check_job_records()
         pending, free = self.pending_runs, [*self.slots]

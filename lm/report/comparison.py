@@ -131,7 +131,7 @@ class ArmComparison:
 
     @cached_property
     def run_means(self) -> pd.DataFrame:
-        """Return the mean over the units of each run at each point or range that tables show."""
+        """Return the mean of each run over its sequences or questions, at each position or other place in tables."""
         return point_means(self.unit_values)
 
     @cached_property
@@ -475,5 +475,5 @@ def _config_diff(runs_by_arm: Mapping[object, list[RunRecord]]) -> dict[str, tup
 
 
 def _keys_besides_normalizer(config_diff: Iterable[str]) -> list[str]:
-    """Return the keys in which arms differ that decide what a run learns, without those of the normalizer."""
+    """Return those keys of `config_diff` that decide what a run learns and are not the normalizer's."""
     return [key for key in config_diff if distinguishes_arms(key) and not key.startswith(_NORMALIZER_KEY_PREFIXES)]

@@ -57,7 +57,7 @@ def run_starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 def recorded_setting(environment: dict[str, Plain], name: str) -> Plain:
     """Return a run's value of setting `name`; None if it is not recorded. If the starts of the run differ in the value,
-    the result is a text such as `32, from step 500 bf16-mixed`.
+    the result is a text, such as `bf16-mixed, from step 500 32` for the precision.
     """
     recorded_values = [(start["step"], start[name]) for start in run_starts(environment) if start.get(name) is not None]
     changes = [next(equal_values) for _, equal_values in groupby(recorded_values, key=itemgetter(1))]

@@ -129,13 +129,12 @@ class LanguageModel(L.LightningModule):
         torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
 
     def _sums_over_ranks(self) -> Tensor:
-        """Return sums over all ranks, (3,) float64: loss (nats), targets, number of ranks asked to stop. Reset this
-        rank's sums.
+        """Return sums over all ranks, (3,) float64: loss (nats), targets, number of ranks that received a stop
+        signal. Reset this rank's sums.
         """
-        sums, self.loss_sums = (
-            torch.cat((self.loss_sums, self.loss_sums.new_full((1,), float(bool(self.run.stop_request.signal))))),
-            None,
-        )
+        is_stopped = self.loss_sums.new_full((1,), float(bool(self.run.stop_request.signal)))
+        sums = torch.cat((self.loss_sums, is_stopped))
+        self.loss_sums = None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums

@@ -269,7 +269,8 @@ def start_new_run(
 
 
 def _position_and_length_notes(position: Position, length: int, config: Config, phase: int) -> list[str]:
-    """Return notes on what changes for trained weights: their positions or their training length."""
+    """Return notes to print where a phase's position encoding or training length is not the one, `position` and
+    `length`, that the weights were trained with."""
     notes, new_position = [], config.model_in_phase(phase).position
     if position != new_position:
         notes.append(f"note: positions change: {position.label} -> {new_position.label}")

@@ -8,9 +8,10 @@ from lm.errors import ConfigError, Problem, one_line
 
 
 def make_user_objects(key: str, entries: list[str | dict], base: type, mixin: type | None = None) -> list[object]:
-    """Import the classes that `entries` of the list `key` name, and return an instance of each, made with its options.
+    """Import the classes that a configuration lists under `key`, and return an instance of each, made with its options.
 
     Args:
+        entries: the list's items: `package.module:Class`, or a dict with this as `name` and options beside it.
         base: the class of which each must be a subclass.
         mixin: a class put before each class, as its first base class.
 
