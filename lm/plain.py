@@ -96,25 +96,25 @@ def type_name(value_type: type) -> str:
     return words.format(*map(type_name, args)) or names.get(value_type, "null")
 
 
-def to_plain(value, include_defaults: bool = False) -> Plain:
+def to_plain(value, include_omittable_keys: bool = False) -> Plain:
     """Return a configuration, a dataclass of keys (`lm.attention.options.key`), as nested plain data. Lists and maps
     may contain such dataclasses.
 
     A block whose dataclass has a `name`, such as `ssmax`, gets the key `name`. Keys made with `omit_default` are left
-    out while they have their default, unless `include_defaults` is true.
+    out while they have their default, unless `include_omittable_keys` is true.
     """
     if isinstance(value, list):
-        return [to_plain(item, include_defaults) for item in value]
+        return [to_plain(item, include_omittable_keys) for item in value]
     if isinstance(value, dict):
-        return {name: to_plain(item, include_defaults) for name, item in value.items()}
+        return {name: to_plain(item, include_omittable_keys) for name, item in value.items()}
     if not is_dataclass(value):
         return value
     specs = fields(value)
     plain = {"name": value.name} if hasattr(value, "name") and all(spec.name != "name" for spec in specs) else {}
     for spec in specs:
         item = getattr(value, spec.name)
-        if include_defaults or not spec.metadata.get("omit_default") or item != field_default(spec):
-            plain[spec.name] = to_plain(item, include_defaults)
+        if include_omittable_keys or not spec.metadata.get("omit_default") or item != field_default(spec):
+            plain[spec.name] = to_plain(item, include_omittable_keys)
     return plain
 
 

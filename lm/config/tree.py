@@ -245,7 +245,7 @@ def keys_recorded_at_each_start() -> tuple[str, ...]:
     """Return the paths of keys that distinguish arms and may change on resume. environment.json records their values at
     each start of a run.
     """
-    paths = flatten(to_plain(Config(), include_defaults=True))
+    paths = flatten(to_plain(Config(), include_omittable_keys=True))
     return tuple(path for path in paths if distinguishes_arms(path) and key_effect(path).on_resume == "free")
 
 

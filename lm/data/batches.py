@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lm.config.data_config import DataConfig, Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
-from lm.data.tasks import TaskError, TaskText, integer_hash, make_example
+from lm.data.tasks import FillerText, TaskError, integer_hash, make_example
 from lm.errors import ConfigError, Problem, RunError
 from lm.machine import STOP_SIGNALS, signals_blocked
 
@@ -195,7 +195,7 @@ class TaskStream:
     numbers), or lacks filler.
     """
 
-    def __init__(self, task: Task, seed: int, slot_length: int, min_length: int, text: TaskText | None):
+    def __init__(self, task: Task, seed: int, slot_length: int, min_length: int, text: FillerText | None):
         self.task, self.seed, self.slot_length, self.text = task, seed, slot_length, text
         make_example(task, seed, 0, min_length, "train", text)  # raises TaskError before training
 
@@ -236,7 +236,7 @@ class TrainSequences:
         """Return the weight of each stream, and the streams: one for each task, then one for each source of text."""
         tasks = [weighted.task for weighted in self.data.tasks]
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
-        text = TaskText(self.store) if any(task.vocab_size is None for task in tasks) else None
+        text = FillerText(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
             streams.append(TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.lengths[0], text))
         if not text_weight:  # tasks alone; the sources of a store without text are the tasks

@@ -126,7 +126,7 @@ def require_room(room: int, contents: str, length: int) -> None:
         raise NoRoomError(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
 
-class TaskText:
+class FillerText:
     """The tokenizer and the text of a token store, for tasks in text. The text is the filler around a task's sentences.
 
     Training sequences take filler from the training split, test sequences from held-out text.
@@ -195,7 +195,7 @@ class TaskText:
 # ---------------------------------------------------------------- recall over symbols
 
 
-def make_mqar(task: MQAR, draw: Draw, length: int, unused_text: TaskText | None = None) -> Example:
+def make_mqar(task: MQAR, draw: Draw, length: int, unused_text: FillerText | None = None) -> Example:
     """Make a sequence of multi-query associative recall. Raises NoRoomError: pairs and queries don't fit into `length`
     predicted tokens.
     """
@@ -251,7 +251,7 @@ Tokyo Toronto Vienna Warsaw Zurich"""
 CITIES = tuple(_CITY_NAMES.split())
 
 
-def make_needle(task: Needle, draw: Draw, length: int, text: TaskText | None = None) -> Example:
+def make_needle(task: Needle, draw: Draw, length: int, text: FillerText | None = None) -> Example:
     """Make a sequence of needles in a haystack. Numbers are drawn until each occurs only in its own sentence and
     answer.
     """
@@ -287,7 +287,7 @@ def _assemble_haystack(
     task: Needle,
     draw: Draw,
     length: int,
-    text: TaskText,
+    text: FillerText,
     number_tokens: list[np.ndarray],
     sentence_by_city: dict[int, np.ndarray],
     question_by_city: dict[int, np.ndarray],
@@ -327,14 +327,14 @@ def _assemble_haystack(
 
 
 # Functions that make a sequence of exactly length + 1 tokens by a task's options, or raise NoRoomError.
-EXAMPLE_MAKERS: dict[type[Task], Callable[[Task, Draw, int, TaskText | None], Example]] = {
+EXAMPLE_MAKERS: dict[type[Task], Callable[[Task, Draw, int, FillerText | None], Example]] = {
     MQAR: make_mqar,
     Needle: make_needle,
 }
 
 
 def make_example(
-    task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: TaskText | None = None
+    task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: FillerText | None = None
 ) -> Example:
     """Make sequence `index` of a task. The sequence depends on the arguments alone, and is the same on any machine.
 
@@ -356,7 +356,7 @@ def make_example(
                 raise
 
 
-def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: TaskText | None = None) -> None:
+def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: FillerText | None = None) -> None:
     """Raise TaskError if the task can't make sequences of `length` predicted tokens, or can't make `count` different
     ones.
     """

@@ -60,11 +60,12 @@ class AttentionRows:
     """
 
     layer: int  # from 0
-    queries: Tensor  # (T,) int64, index of each query in the sequence
+    query_indices: Tensor  # (T,) int64, index of each query in the sequence
     later_query_counts: Tensor  # (T,) int64, for each query the number of described queries after it in the sequence
     normalizer: Normalizer  # the layer's normalizer: its `normalize` turns scores into weights
     layout: AttentionLayout  # where queries and keys stand in their documents
-    # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
+    # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.unmasked_scores`); meaningless for keys that
+    # are not visible
     scores: Tensor
     # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
     weights: Tensor
@@ -151,7 +152,7 @@ class AttentionRows:
         """Features of the queries (H, T, F) and of the keys (H, S, F), fp32, whose products are the scores of linear
         attention (`Normalizer.apply_feature_map`).
         """
-        q, k = self.inputs.q[:, :, self.queries].float(), self.inputs.k[:, :, : self.visible.size(-1)].float()
+        q, k = self.inputs.q[:, :, self.query_indices].float(), self.inputs.k[:, :, : self.visible.size(-1)].float()
         query, key = self.normalizer.apply_feature_map(q, k)
         return query[0], key[0]
 
@@ -177,7 +178,7 @@ class AttentionRows:
         layout = self.layout.select(queries, self.visible.size(-1))
         scores = self.scores[:, queries]
         weights = self.weights[:, queries]
-        fields = {name: getattr(self, name)[queries] for name in ("queries", "later_query_counts", "visible")}
+        fields = {name: getattr(self, name)[queries] for name in ("query_indices", "later_query_counts", "visible")}
         return replace(self, layout=layout, scores=scores, weights=weights, **fields)
 
     def normalize(self, scores: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from lm.config.eval_config import lengths_from_factors
 from lm.config.tree import Config
 from lm.data.batches import NO_TARGET, Batch
 from lm.data.store import Store
-from lm.data.tasks import TaskError, TaskText, check_task, make_example
+from lm.data.tasks import FillerText, TaskError, check_task, make_example
 from lm.diagnostics.attention_rows import HEAD_AXIS
 from lm.errors import ConfigError, Problem
 from lm.evaluation.held_out import LENGTH_AXIS, drop_single_setting, inference_setting_labels, measure_sequences
@@ -77,7 +77,7 @@ class AnswerMeasurement(Measurement):
 
     measures_in_fp32, has_fixed_lengths = True, True
     tasks: dict[str, Task]  # by name
-    haystack: TaskText | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
+    haystack: FillerText | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
     @classmethod
     def placeholder_values(cls, config: Config) -> dict[str, Sequence[object]]:
@@ -169,7 +169,7 @@ class Recall(AnswerMeasurement):
         """
         super().__init__(config, store)
         self.tasks = self.tasks_of(config)
-        self.haystack = TaskText(store) if any(task.vocab_size is None for task in self.tasks.values()) else None
+        self.haystack = FillerText(store) if any(task.vocab_size is None for task in self.tasks.values()) else None
         for task, length in product(self.tasks.values(), self.lengths):
             self.check_fits(task, length, "length_factors", self.eval_config.sequences)
 
@@ -228,7 +228,7 @@ class NeedleTrial:
 TRIAL_METRICS = (replace(ANSWER_LOSS, unit="fraction", better="higher", quantity="exact", interval=True), ANSWER_LOSS)
 
 
-def trial_scores(decoder: Decoder, trials: list[NeedleTrial], sequence_length: int, task_text: TaskText) -> Tensor:
+def trial_scores(decoder: Decoder, trials: list[NeedleTrial], sequence_length: int, task_text: FillerText) -> Tensor:
     """Return scores (questions, metrics) fp32 of questions with equally long prompts, one column for each metric in
     `TRIAL_METRICS`.
 
@@ -261,7 +261,7 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
     return torch.cat(tokens, 1)
 
 
-def needle_trials(task: Needle, length: int, n_trials: int, text: TaskText) -> list[NeedleTrial]:
+def needle_trials(task: Needle, length: int, n_trials: int, text: FillerText) -> list[NeedleTrial]:
     """Return `n_trials` questions about needles in test sequences of `length` tokens. They are the same for
     every model.
     """
@@ -312,7 +312,7 @@ class NeedleMeasurement(AnswerMeasurement):
         `heads_at`.
         """
         super().__init__(config, store)
-        options, self.haystack = self.eval_config, TaskText(store)
+        options, self.haystack = self.eval_config, FillerText(store)
         task = Needle(needles=options.needles, distractors=options.distractors)
         self.tasks = {f"depth {100 * depth:g}%": replace(task, depth=depth) for depth in options.depths}
         self.tasks["no needle"] = replace(task, absent=True)

@@ -133,8 +133,8 @@ def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
         by_rate = runs_by_arm.setdefault((size, arm), {})
         by_rate.setdefault(None if pd.isna(cell) else cell, []).append(number)
     columns = {name: runs[name].to_numpy() for name in ("state", "note", "unlearned", "value")}
-    unit_columns = {name: frame[name].to_numpy() for name in ("value", "weight", "group")}
-    return Judgement(question, columns, runs_by_arm, unit_columns, units)
+    sampling_unit_columns = {name: frame[name].to_numpy() for name in ("value", "weight", "group")}
+    return Judgement(question, columns, runs_by_arm, sampling_unit_columns, units)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class Judgement:
     # by column of the frame, an entry for each run; `value` is the mean over units, infinite unless finished
     run_columns: dict[str, np.ndarray]
     runs_by_arm: dict[SizeArm, RunsByRate]
-    unit_columns: dict[str, np.ndarray]  # value, weight and group of all units
+    sampling_unit_columns: dict[str, np.ndarray]  # value, weight and group of all units
     unit_slices: list[slice]  # the units of each run
 
     @property
@@ -290,7 +290,7 @@ class Judgement:
 
         arm_runs, baseline_runs: the indices of these runs in `run_columns`, (rates, seeds).
         """
-        rows, (values, weights, groups) = self.unit_slices[arm_runs[0, 0]], self.unit_columns.values()
+        rows, (values, weights, groups) = self.unit_slices[arm_runs[0, 0]], self.sampling_unit_columns.values()
         if pd.isna(groups[rows.start]):
             return None
         units = [

@@ -31,7 +31,8 @@ class QueryBlock:
     normalizer: Normalizer  # the normalizer of the layer
     queries: Tensor  # (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1
     layout: AttentionLayout  # positions of these queries and keys in their documents
-    scores: Tensor  # (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see
+    # (B, H, T, S) before normalization (`Normalizer.unmasked_scores`), also for keys that a query does not see
+    scores: Tensor
     # the layer's input x (B, L, C), q and k (B, H, L, D), and v (B, H, L, E), of all L tokens
     inputs: AttentionInputs
 

@@ -17,9 +17,9 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.machine import peak_process_bytes
 from lm.plain import Plain
 
-# FLOPs above which torch.compile saves more time than it takes (docs/speed.md). MIN_TOTAL_FLOPS_TO_COMPILE is for all
-# runs together that share its code, MIN_RUN_FLOPS_TO_COMPILE for each of these runs, which must load that code.
-MIN_TOTAL_FLOPS_TO_COMPILE = {"cpu": 1e14, "gpu": 2e16}
+# FLOPs above which torch.compile saves more time than it takes (docs/speed.md). MIN_ALL_RUNS_FLOPS_TO_COMPILE is for
+# all runs together that share its code, MIN_RUN_FLOPS_TO_COMPILE for each of these runs, which must load that code.
+MIN_ALL_RUNS_FLOPS_TO_COMPILE = {"cpu": 1e14, "gpu": 2e16}
 MIN_RUN_FLOPS_TO_COMPILE = {"cpu": 3e13, "gpu": 4e15}
 # Compiling takes 20 s, loading 4 s, and compiled code saves about a twentieth of the time.
 
@@ -158,7 +158,7 @@ def resolve_compile(
         return ResolvedSetting("false", "auto: no C++ compiler found")
     if accelerator == "cpu" and not config.data.text_weight:
         return ResolvedSetting("false", "auto: steps on tasks alone compute less eager")
-    run_threshold, total_threshold = MIN_RUN_FLOPS_TO_COMPILE[accelerator], MIN_TOTAL_FLOPS_TO_COMPILE[accelerator]
+    run_threshold, total_threshold = MIN_RUN_FLOPS_TO_COMPILE[accelerator], MIN_ALL_RUNS_FLOPS_TO_COMPILE[accelerator]
     saves_time = flops * n_runs >= total_threshold and flops >= run_threshold
     thresholds = f"{run_threshold:.0e} a run and {total_threshold:.0e} in all"
     reason = f"auto: {flops:.1e} FLOP a run, runs: {n_runs}; it pays from {thresholds}"

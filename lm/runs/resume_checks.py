@@ -36,7 +36,7 @@ def resume_problems(
     remedy = "branch with that" if is_branch else "resume it with that, or choose another name"
     in_new_run = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path}"
     for key, (value, trained) in config_differences(
-        to_plain(config, include_defaults=True), to_plain(training_config, include_defaults=True)
+        to_plain(config, include_omittable_keys=True), to_plain(training_config, include_omittable_keys=True)
     ).items():
         effect = key_effect(key).on_resume
         if is_branch and (effect == "branch" or key == "branch_from"):
@@ -66,7 +66,7 @@ def _phase_problems(config: Config, training_config: Config, phase: int, step: i
                 "init_from=OUT in a run of another name"
             )
             problems.append(Problem(f"{setting}.normalizer", planned.normalizer.label(), reason, remedy))
-        new, old = (to_plain(phase, include_defaults=True) for phase in (planned, trained))
+        new, old = (to_plain(phase, include_omittable_keys=True) for phase in (planned, trained))
         problems += [
             Problem(f"{setting}.{name}", new[name], f"the checkpoint was trained with {value_text(old[name])}")
             for name in ("position", "seq_len", "lr_factor", "warmup_steps")

@@ -80,7 +80,8 @@ def check_before_preparation(
         return config, None
     initial_model, shape = load(config.init_from), _valueless_decoder(config, 0)
     models = (
-        {"model": to_plain(model, include_defaults=True)} for model in (shape.config, initial_model.decoder.config)
+        {"model": to_plain(model, include_omittable_keys=True)}
+        for model in (shape.config, initial_model.decoder.config)
     )
     problems = [
         Problem(key, value, f"{initial_model.path} has {value_text(initial_value)}", "set it to that")
@@ -139,7 +140,8 @@ def _changed_option_problems(
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
     for pair in zip(decoder.normalizers(), saved_decoder.normalizers(), strict=True):
         options = [
-            to_plain(normalizer.options, include_defaults=True) | normalizer.length_constants() for normalizer in pair
+            to_plain(normalizer.options, include_omittable_keys=True) | normalizer.length_constants()
+            for normalizer in pair
         ]
         if changes := {
             key: (value, old)

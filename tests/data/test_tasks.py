@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from lm.config.data_config import MQAR, DataConfig, FileSource, Needle, Task, TrainedTokenizer
 from lm.config.load import load_config
 from lm.data.prepare import prepare
-from lm.data.tasks import Draw, Example, TaskError, TaskText, check_task, make_example
+from lm.data.tasks import Draw, Example, FillerText, TaskError, check_task, make_example
 from lm.errors import ConfigError, DataError
 
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
@@ -26,7 +26,7 @@ INDICES, SEEDS, SUBSETS = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), 
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> TaskText:
+def text(tmp_path_factory: pytest.TempPathFactory) -> FillerText:
     """Twelve documents of sentences and numbers."""
     folder, raw = tmp_path_factory.mktemp("tasks"), np.random.PCG64(7).random_raw
     for number in range(12):
@@ -37,7 +37,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TaskText:
     data = DataConfig(
         FileSource(paths=[str(folder)]), TrainedTokenizer(400), val_fraction=0.3, root=str(folder / "stores")
     )
-    return TaskText(prepare(data))
+    return FillerText(prepare(data))
 
 
 def label(task: Task) -> str:
@@ -81,14 +81,14 @@ def test_sequences_of_symbols_are_of_the_length_asked_for_and_show_their_answers
 @given(seed=SEEDS, index=INDICES, length=st.integers(450, 900), subset=SUBSETS)
 @settings(max_examples=15, deadline=None)
 def test_sequences_of_text_are_of_the_length_asked_for_and_show_their_answers(
-    text: TaskText, task: Task, seed: int, index: int, length: int, subset: str
+    text: FillerText, task: Task, seed: int, index: int, length: int, subset: str
 ):
     sequence = make_example(task, seed, index, length, subset, text)
     check(task, sequence, length)
     assert (sequence.evidence_spans.max(1) == 0).all() == (task in CONTROLS)
 
 
-def digest(task: Task, length: int, text: TaskText | None = None) -> str:
+def digest(task: Task, length: int, text: FillerText | None = None) -> str:
     sequences = [
         make_example(task, 1, index, length, subset, text).tokens for subset in ("train", "test") for index in range(4)
     ]
@@ -119,7 +119,7 @@ def test_seeds_parts_and_indices_give_different_sequences(task: Task):
 
 
 @pytest.mark.parametrize("task", [*SYMBOLIC, *TEXTUAL], ids=label)
-def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: TaskText):
+def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: FillerText):
     with pytest.raises(ValueError, match=r"need sequences of at least \d+ tokens, not 2"):
         make_example(task, 1, 0, 2, "train", text)
 
@@ -164,14 +164,14 @@ def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path
 # ---------------------------------------------------------------- text
 
 
-def numbers_of(text: TaskText, sequence: Example) -> list[str]:
+def numbers_of(text: FillerText, sequence: Example) -> list[str]:
     return [text.decode(sequence.tokens[start:stop]).strip() for start, stop in sequence.answer_spans]
 
 
 @pytest.mark.parametrize("task", [*TEXTUAL, *CONTROLS], ids=label)
 @given(index=INDICES, subset=SUBSETS)
 @settings(max_examples=15, deadline=None)
-def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: TaskText, task: Task, index: int, subset: str):
+def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: FillerText, task: Task, index: int, subset: str):
     sequence = make_example(task, 1, index, 500, subset, text)
     expected = 1 if task in CONTROLS else 2
     content = text.decode(sequence.tokens)
@@ -184,7 +184,7 @@ def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: TaskText, task: T
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.99, 1.0])
 @pytest.mark.parametrize("length", [100, 333, 800])
-def test_the_needle_lies_at_its_depth_to_the_token(text: TaskText, depth: float, length: int):
+def test_the_needle_lies_at_its_depth_to_the_token(text: FillerText, depth: float, length: int):
     asking = text.encode("\nWhat is the special magic")
     for index in range(5):
         sequence = make_example(Needle(depth=depth), 1, index, length, "train", text)
@@ -233,7 +233,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_into_sentences(ki
         take_windows=lambda start, n: ids[start[0] :][None, :n],
     )
     size = tokenizer.get_vocab_size()
-    text = TaskText(SimpleNamespace(vocab_size=size, tokenizer=lambda: tokenizer, train=split, val=split))
+    text = FillerText(SimpleNamespace(vocab_size=size, tokenizer=lambda: tokenizer, train=split, val=split))
     for index in range(5):
         sequence = make_example(Needle(needles=2, depth=0.5), 0, index, 400, "test", text)
         content = " " * (kind == "byte-level") + text.decode(sequence.tokens).lstrip()
@@ -246,7 +246,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_into_sentences(ki
 
 @given(index=INDICES)
 @settings(max_examples=15, deadline=None)
-def test_needles_and_their_questions_say_what_they_should(text: TaskText, index: int):
+def test_needles_and_their_questions_say_what_they_should(text: FillerText, index: int):
     task = Needle(needles=2, distractors=1)
     sequence = make_example(task, 1, index, 600, "test", text)
     assert text.decode(sequence.tokens).count("The special magic") == 5
@@ -263,7 +263,7 @@ def test_needles_and_their_questions_say_what_they_should(text: TaskText, index:
         )
 
 
-def test_training_and_test_sequences_of_text_share_no_number(text: TaskText):
+def test_training_and_test_sequences_of_text_share_no_number(text: FillerText):
     by_subset = {
         subset: {
             n for i in range(60) for n in numbers_of(text, make_example(Needle(distractors=1), 1, i, 300, subset, text))
@@ -275,7 +275,7 @@ def test_training_and_test_sequences_of_text_share_no_number(text: TaskText):
         assert all(Draw(1, subset, 0).subset_has(int(number)) for number in numbers)
 
 
-def test_filler_is_of_the_split_and_within_a_document(text: TaskText):
+def test_filler_is_of_the_split_and_within_a_document(text: FillerText):
     for subset, split in text._split_by_subset.items():
         content = split_tokens(split).tobytes()
         for index in range(30):

@@ -58,15 +58,15 @@ def test_non_negative_features_have_the_closed_form_of_independent_components():
 def test_positions_explain_the_variance_of_queries_in_the_second_half():
     (block, *_) = attention_blocks(make_decoder(opt.Softmax()), batch(), list(range(LENGTH)))
     rows = AttentionRows.from_block(block)
-    late, last = (rows.select(rows.queries >= first) for first in (LENGTH // 2, LENGTH - 1))
+    late, last = (rows.select(rows.query_indices >= first) for first in (LENGTH // 2, LENGTH - 1))
     for source, counted in {"key position": late, "distance": late, "both, last query": last}.items():
         sums = sparsity.VARIANCE_SOURCES[source]
         torch.testing.assert_close(sums(rows, LENGTH), sums(counted, LENGTH))
         assert sums(counted, LENGTH).any()
     values, is_counted = sparsity.standardised_weights_and_mask(late.weights, late.visible)
     places = {
-        "key position": late.layout.key_positions.expand(len(late.queries), -1),
-        "distance": late.queries[:, None] - late.layout.key_positions,
+        "key position": late.layout.key_positions.expand(len(late.query_indices), -1),
+        "distance": late.query_indices[:, None] - late.layout.key_positions,
     }
     for source, groups in places.items():
         for group, head in ((0, 0), (3, 1), (LENGTH // 2, HEADS - 1)):

@@ -12,7 +12,7 @@ from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.data.store import Store
-from lm.data.tasks import TaskText
+from lm.data.tasks import FillerText
 from lm.evaluation import answers as needles
 from lm.evaluation.answers import TRIAL_METRICS, NeedleMeasurement, attention_to_needle, needle_trials, trial_scores
 from lm.evaluation.generation import Sampling, generate
@@ -51,7 +51,7 @@ def made(store: Store, name: str = "softmax", **model: object) -> Decoder:
 @pytest.mark.parametrize("name", ["softmax", "ssmax", "relu2", "linear", "forget"])
 def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
     """The prompt is read once, and its cache serves the answer and greedy decoding."""
-    decoder, text = made(store, name), TaskText(store)
+    decoder, text = made(store, name), FillerText(store)
     questions = needle_trials(Needle(distractors=2), 300, 12, text)
     size = len(questions[0].prompt)
     questions = [question for question in questions if len(question.prompt) == size][:3]
@@ -73,7 +73,7 @@ def test_an_answer_begins_with_the_whole_number_and_ends_at_the_end_of_text_toke
     store: Store, monkeypatch: pytest.MonkeyPatch
 ):
     """The loss on answers teaches no model to stop after the last digit; generation ends at the token."""
-    decoder, text = made(store), TaskText(store)
+    decoder, text = made(store), FillerText(store)
     question = needle_trials(Needle(), LENGTH, 1, text)[0]
     number, end = question.correct_number, np.array([store.end_of_text_id])
     whole = text.encode(f" {number}")
@@ -89,7 +89,7 @@ def test_an_answer_begins_with_the_whole_number_and_ends_at_the_end_of_text_toke
 
 
 def test_a_span_is_that_of_the_number(store: Store):
-    text = TaskText(store)
+    text = FillerText(store)
     for question in needle_trials(Needle(), LENGTH, 5, text):
         assert text.decode(question.prompt).count(question.correct_number) == 1
         assert text.decode(question.prompt[slice(*question.number_span)]).strip() == question.correct_number
@@ -100,7 +100,7 @@ def test_a_span_is_that_of_the_number(store: Store):
 def test_head_scores_are_sums_of_weights_with_the_rotations_of_the_whole_sequence(store: Store, name: str):
     """A prompt ends before its sequence does, by which a setting rescales."""
     model = with_inference_setting(made(store, name).float(), InferenceSetting(NTK()))
-    question = needle_trials(Needle(depth=0.5), LENGTH, 1, TaskText(store))[0]
+    question = needle_trials(Needle(depth=0.5), LENGTH, 1, FillerText(store))[0]
     tokens = torch.from_numpy(np.concatenate((question.prompt, question.answer[:-1]))[None])
     blocks = attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])
     expected = torch.stack([block.weights[0, :, 0, slice(*question.number_span)].sum(-1) for block in blocks])
@@ -148,7 +148,7 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     ]
     heads = [series for series in result if series.metric == "attention to the number"]
     assert [(series.task, len(series.points[0].values)) for series in heads] == [("layer 0", 3), ("layer 1", 3)]
-    asked = needle_trials(Needle(depth=0.5), 256, 3, TaskText(store))  # of the keys that the last token sees
+    asked = needle_trials(Needle(depth=0.5), 256, 3, FillerText(store))  # of the keys that the last token sees
     part = np.mean([(trial.number_span[1] - trial.number_span[0]) / len(trial.prompt) for trial in asked])
     assert all(series.references == {"uniform attention": pytest.approx(part)} for series in heads)
 
