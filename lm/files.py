@@ -123,8 +123,8 @@ def file_lock(
         open_flags: the flags of `os.open` that open the file.
 
     Yields:
-        An empty string. If the file system has no locks, nothing is locked, and the string says so; callers add the
-            consequence and the remedy.
+        An empty string if the file is locked. If the file system has no locks, nothing is locked, and the string says
+            so. The caller adds the consequence and the remedy to this text.
     """
     descriptors, lock_problem = [os.open(path, open_flags, 0o666)], ""
 

@@ -1,5 +1,5 @@
-"""This module gives lm's attention normalizers to models and trainers outside lm, as modules that layers of such a
-model hold.
+"""This module gives lm's attention normalizers to models and trainers outside lm. Each attention layer of such a model
+holds its normalizer, a `torch.nn.Module`.
 
     import lm.functional as L
 
@@ -7,8 +7,9 @@ model hold.
     out = L.attention(normalizer, q, k, v)  # in place of scaled_dot_product_attention
     q, k = L.scaled(normalizer, q, k, positions=positions)  # or before a kernel of your own
 
-n comes from positions in documents, never from a tensor's width. Shapes: B sequences, T queries, S keys, H heads of
-queries, K heads of keys and values (H is a multiple of K), D head size, C width.
+Many formulas depend on n, such as the number of keys that a query sees. n comes from positions in documents, never from
+a tensor's width. Shapes: B sequences, T queries, S keys, H heads of queries, K heads of keys and values (H is a
+multiple of K), D head size, C width.
 """
 
 from collections.abc import Mapping
@@ -121,7 +122,8 @@ def make_layout(
 def _make_checked_layout(
     normalizer: Normalizer, q: Tensor, k: Tensor, positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None
 ) -> AttentionLayout:
-    """Return the result of `make_layout`, after a check that q and k have the normalizer's heads.
+    """Return the result of `make_layout`, after a check that q and k have heads of the number and size that the
+    normalizer was made for.
 
     Raises ValueError: heads or positions don't fit.
     """

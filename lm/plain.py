@@ -97,8 +97,8 @@ def type_name(value_type: type) -> str:
 
 
 def to_plain(value, include_omittable_keys: bool = False) -> Plain:
-    """Return a configuration, a dataclass of keys (`lm.attention.options.key`), as nested plain data. Lists and maps
-    may contain such dataclasses.
+    """Convert a configuration to nested plain data: dicts, lists and scalars. A configuration is a dataclass whose
+    fields are made with `lm.attention.options.key`. Lists and maps may contain such dataclasses.
 
     A block whose dataclass has a `name`, such as `ssmax`, gets the key `name`. Keys made with `omit_default` are left
     out while they have their default, unless `include_omittable_keys` is true.

@@ -92,7 +92,8 @@ class Plugins:
         return self._plugins[reference]
 
     def source_ids(self, names: Iterable[str]) -> dict[str, str]:
-        """Return {name: `Plugin.source_id`} of the imported plugins among `names`."""
+        """Return {name: text with a digest of the plugin's source file (`Plugin.source_id`)} of the imported plugins
+        among `names`."""
         return {name: self._plugins[name].source_id for name in names if name in self._plugins}
 
     def package_digests(self, names: Iterable[str]) -> dict[str, str]:

@@ -98,7 +98,7 @@ class AttentionLayout:
         cached keys.
 
         mask: (B, 1, T, S), bool or additive, in which padding and other documents are hidden; None: one document.
-        Raises ValueError: the mask is not causal over whole documents, or has a bias.
+        Raises ValueError: the mask is not the causal mask of whole documents, or adds a bias to scores.
         """
         if mask is None:
             return cls.continuation(n_cached, n_queries, n_cached + n_queries, device)

@@ -79,8 +79,8 @@ class Architecture(ABC):
     def read_model_spec(self, fields: ConfigFields) -> ModelSpec:
         """Return the model's spec (shape, vocabulary, training length) that the fields of a config.json describe.
 
-        Its `end_of_text` and `end_tokens` keep lm's defaults, as the tokenizer decides them. Raises RunError: a field
-        is missing, unknown or has a value that lm can't use.
+        The spec's `end_of_text` and `end_tokens` keep their defaults here; `import_model` sets them from the tokenizer.
+        Raises RunError: a field is missing, unknown or has a value that lm can't use.
         """
         allowed = (*([name] for name in self.transformers_class_names), [])
         fields.require_value("architectures", allowed, f"only {' and '.join(self.transformers_class_names)} are read")

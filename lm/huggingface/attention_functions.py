@@ -197,7 +197,8 @@ def _attention_function(
     attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return (output (B, T, H, D), None): an attention function as transformers calls it, by lm's normalizer `options`.
+    """Compute attention with lm's normalizer `options`, as an attention function that transformers calls. Return
+    (output (B, T, H, D), None), with None in place of attention weights.
 
     query is (B, H, T, D), key and value are (B, K, S, D). A module with a sliding window gets transformers' own
     attention.

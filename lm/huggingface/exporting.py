@@ -151,7 +151,8 @@ def _json_text(content: dict[str, Plain]) -> str:
 
 
 def _matching_architecture(loaded_model: LoadedModel) -> tuple[Architecture, dict[str, Plain]] | None:
-    """Return the transformers architecture that computes the model and keeps its tokenizer, and the config.json fields.
+    """Return the transformers architecture that computes the model and splits text as its tokenizer does, and the
+    config.json fields.
 
     Returns None if no architecture does both.
     """

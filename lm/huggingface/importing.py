@@ -288,11 +288,11 @@ def _configured_tokens(role: str, token_by_id: dict[int, str], *configurations: 
 
 
 def _checked_tokenizer(model: PretrainedModel, start_token: str, model_vocab_size: int) -> tuple[Tokenizer, str]:
-    """Return a model's tokenizer and its tokenizer.json, after dropping special tokens whose ids the model doesn't
-    have.
+    """Return a model's tokenizer and its tokenizer.json. Special tokens whose ids the model doesn't have are dropped,
+    as the model can neither read nor generate them.
 
-    No text contains such tokens, and the model can't generate them. Raises RunError: the tokenizer can't be used, lacks
-    the token `start_token`, or has other ids of `model_vocab_size` or above.
+    Raises RunError: the tokenizer can't be used, lacks the token `start_token`, or has other ids of `model_vocab_size`
+    or above.
     """
     content = model.tokenizer
     try:

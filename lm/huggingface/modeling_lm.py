@@ -46,11 +46,11 @@ from lm.model.blocks import (
 class LmConfig(PreTrainedConfig):
     """The decoder's configuration has the field names that lm's modules read.
 
-    Sizes also have their names in transformers.
+    Sizes can also be read and set by the names of transformers, such as `hidden_size` for `n_embd`.
 
     Args:
         vocab_size: number of token ids, V.
-        seq_len: tokens in a training sequence, on which initial values and some formulas depend.
+        seq_len: tokens in a training sequence, on which normalizers' initial values and some of their formulas depend.
         block: kind of layer: `attention` (attention, then an MLP) or `gau` (gated attention unit).
         n_layer: number of layers.
         n_head: number of query heads, H.
@@ -241,7 +241,7 @@ def document_numbers(is_token: Tensor, position_ids: Tensor) -> Tensor | None:
 
 
 class InputLayout(NamedTuple):
-    """Holds where the new tokens of a forward pass stand."""
+    """Holds the attention layout and the positions of the new tokens of a forward pass."""
 
     layout: AttentionLayout
     position_ids: Tensor  # (1, T) or (B, T)
@@ -257,7 +257,7 @@ def input_layout(mask: Tensor | None, position_ids: Tensor | None, n_cached: int
         n_cached: number of tokens in the cache, which come before the new ones.
         x: embeddings of the new tokens (B, T, C).
 
-    Raises ValueError: a mask (B, 1, T, S) is not causal over whole documents, or has a bias.
+    Raises ValueError: a mask (B, 1, T, S) is not the causal mask of whole documents, or adds a bias to scores.
     """
     count, n_keys, device = x.size(1), n_cached + x.size(1), x.device
     if mask is not None and mask.dim() == 4:
@@ -343,7 +343,8 @@ class LmModel(LmPreTrainedModel):
                 `attn_implementation` is `eager`.
             output_hidden_states: whether each layer's input (B, T, C) is returned, too.
 
-        Raises ValueError: a mask (B, 1, T, S) has gaps, a prefix or a bias, or packed documents are given with a cache.
+        Raises ValueError: a mask (B, 1, T, S) has gaps or a prefix, or adds a bias to scores; or packed documents are
+        given with a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")

@@ -61,8 +61,8 @@ def attention_blocks(
 
     Args:
         queries: indices of queries in the sequence, negative ones from the end; None: all queries.
-        document_length: number of tokens of the document whose first tokens the batch holds; None: the batch holds
-            whole documents.
+        document_length: number of tokens of the whole document, if the batch holds only its first tokens. Normalizers
+            and RoPE may depend on it. None: the batch holds whole documents.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block_size: number of queries at a time; None: as many as `MAX_BLOCK_WEIGHTS` allows.
     """

@@ -74,8 +74,8 @@ class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` of the last dimension, made faster on CPUs, where torch has no kernel for it and
     differentiates it step by step.
 
-    Outputs and gradients equal torch's bit for bit. Where x is used several times, autograd adds the uses' gradients in
-    another order.
+    Outputs and gradients equal torch's bit for bit. If x has other uses, too, autograd adds the gradients of all uses
+    in another order, so that their sum may differ by rounding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ class _PairRotation(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x, in fp32 or wider, with each pair (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin). Other
-    dimensions stay as they are.
+    """Return x, in fp32 or wider, with each pair of dimensions (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin).
+    The first n dimensions pair with the next n, where n is the width of `cos`. Further dimensions stay as they are.
     """
     n_pairs = cos.size(-1)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -237,8 +237,8 @@ class AttentionBase(nn.Module):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Return the heads' outputs (B, T - output_start, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
 
-        x: the layer's input (B, T, C). T is the number of new tokens; those from the index `context.output_start` on
-        are queries.
+        x: the layer's input (B, T, C). T is the number of new tokens. Outputs are computed only for tokens from the
+        index `context.output_start` on; the queries before it are not used.
         """
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
@@ -250,9 +250,10 @@ class AttentionBase(nn.Module):
 class Attention(AttentionBase):
     """Causal multi-head attention, in which the normalizer turns queries, keys and values into the heads' outputs.
 
-    H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential` the normalizer
-    has two heads for each head of the model. One gets the first halves of queries and keys, the other the second
-    halves, and both get whole values. With `differential: v2` two neighbouring query heads are one head of the model.
+    H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential` each of the
+    model's H heads is two heads of the normalizer. One gets the first halves of queries and keys, the other the second
+    halves, and both get whole values. With `differential: v2` each of the H heads is two neighbouring query heads of
+    full size.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -374,10 +375,11 @@ class DifferentialV1(nn.Module):
 
 
 class GAU(AttentionBase):
-    """A gated attention unit (arXiv 2202.10447) computes O = (U * A V) W_o, with one head's attention weights A.
+    """A gated attention unit (arXiv 2202.10447) computes O = (U * (A V)) W_o, with one head's attention weights A and
+    the elementwise product *.
 
-    SiLU of the projected input is U, V (width e) and Z (width s). Queries and keys are Z with a gain and an offset,
-    initially 1 and 0.
+    The input is projected, passed through SiLU, and split into U and V of width e and Z of width s. Queries and keys
+    are Z times a learned gain plus a learned offset, initially 1 and 0.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):

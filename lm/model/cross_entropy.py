@@ -99,10 +99,10 @@ def _summed_chunk_nll(low_precision_logits: Tensor, y: Tensor, softcap: float | 
     """Return the summed negative log-likelihood of a chunk of tokens, an fp32 scalar. The gradient of the logits
     overwrites `low_precision_logits`.
 
-    This is a function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
+    This is a function of its own, so that its temporary tensors are freed before the next call.
 
     Args:
-        low_precision_logits: logits (n, V), in the dtype of the products.
+        low_precision_logits: logits (n, V), in the dtype of the matrix product that gave them, such as bf16.
         y: targets (n, 1).
     """
     target_mask, y = (y != NO_TARGET).float(), y.clamp(min=0)
@@ -181,12 +181,12 @@ def token_kl(p_hidden: Tensor, p_head: Head, q_hidden: Tensor, q_head: Head) -> 
 def _map_logits(
     f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor, chunk_divisor: int = 1
 ) -> Tensor:
-    """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even
-    under autocast.
+    """Return the results of `f` for all N tokens as one tensor (N,) of `dtype`. `f` is called on chunks of n tokens. It
+    gets their logits (n, V), in fp32 even under autocast, and their n rows of each of `tensors`.
 
-    tensors: N rows each. chunk_divisor: number that the chunk length is divided by, for an f that holds several tensors
-    (n, V) beside the logits. Results are written in place: a tensor allocated between two chunks may keep glibc from
-    reusing the logits' memory.
+    tensors: tensors with N rows each. chunk_divisor: number that the chunk length is divided by, for an f that holds
+    several tensors (n, V) beside the logits. Results are written in place: a tensor allocated between two chunks may
+    keep glibc from reusing the logits' memory.
     """
     results = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     chunk_size = max(64, tokens_per_chunk(head.out_features, hidden.device.type) // chunk_divisor)

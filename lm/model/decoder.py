@@ -90,8 +90,9 @@ class Decoder(nn.Module):
         """Return the standard deviation of a parameter's initial values; None for a parameter that is not drawn at
         random, such as a gain.
 
-        In normalizers only matrices named `hidden.weight` are drawn, with 1 / sqrt(inputs). Projections into the
-        residual stream have init_std / sqrt(2 n_layer) or 0 (`out_init`). Gates of few inputs start at 0.
+        In normalizers only matrices named `hidden.weight` are drawn, with standard deviation 1 / sqrt(inputs). For
+        projections into the residual stream it is init_std / sqrt(2 n_layer), or 0 if `out_init` is `zero`. Biases, and
+        gates that read only `gate_inputs` dimensions, start at 0.
         """
         if is_normalizer_parameter(name):
             return parameter.size(1) ** -0.5 if name.endswith(".hidden.weight") else None

@@ -135,8 +135,8 @@ def resolve_compile(
     """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible
     and if it saves time.
 
-    On a CPU, `auto` compiles no run that trains on tasks alone. Uncompiled steps are then faster: in the last layer
-    they skip the tokens before the first target (`Decoder.loss`).
+    On a CPU, `auto` compiles no run that trains on synthetic tasks alone, without text. Uncompiled steps are then
+    faster: in the last layer they skip the tokens before the first target (`Decoder.loss`).
 
     Args:
         flops: the FLOPs of the whole run.

@@ -16,15 +16,16 @@ def rope_rotation(
     positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling = NO_SCALING,
     scaling_lengths: tuple[int, int] = (1, 1)
 ) -> Rotation:  # fmt: skip
-    """Return cos and sin of RoPE's angles (arXiv 2104.09864) at `positions`, (T,) or (B, T), times
+    """Return cos and sin of RoPE's angles (arXiv 2104.09864) at `positions`, (T,) or (B, T). Both are multiplied by
     `rope.scaling.amplitude`.
 
-    Pair i rotates by position * theta^(-2i/D), D = head_size. `rope.fraction` below 1 leaves the low-frequency pairs
-    unrotated (p-RoPE); with `rope.partial` D is the number of rotated dimensions. `rope.scaling` is the model's own
-    rescaling of the frequencies.
+    Pair i rotates by position * theta^(-2i/D), where D is `head_size`. If `rope.fraction` is below 1, the low-frequency
+    pairs don't rotate (p-RoPE). With `rope.partial`, D is instead the number of dimensions that rotate. `rope.scaling`
+    is the rescaling of the frequencies that the model was trained with.
 
     Args:
-        scaling: a further rescaling of the frequencies in inference, for sequences beyond the training length.
+        scaling: a further rescaling of the frequencies in inference, for sequences beyond the training length. It
+            leaves the amplitude as it is.
         scaling_lengths: numbers of tokens in a training sequence and in this sequence.
     """
     radians = frequencies(head_size, rope, scaling, *scaling_lengths, positions.device)

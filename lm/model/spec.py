@@ -47,7 +47,8 @@ class ModelSpec:
     def from_training(cls, config: Config, checkpoint_metadata: Mapping[str, Plain]) -> "ModelSpec":
         """Return the spec of a run's model, from the run's configuration and the metadata of its checkpoint.
 
-        checkpoint_metadata: holds `phase`, `vocab_size` and, if normalizers are from outside lm, `plugins`.
+        checkpoint_metadata: holds `phase` (index of the training phase, as phases may have different normalizers),
+        `vocab_size` and, if normalizers are from outside lm, `plugins`.
         """
         tokenizer = config.data.tokenizer
         return cls(
@@ -119,8 +120,10 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
 
 
 def flops_per_token(decoder: Decoder) -> int:
-    """Return the training FLOPs per token: 6 N + 3 L H T (D + E). N is the number of matrix entries, L of layers, H of
-    the heads of a layer's normalizer. T is the training length, D the size of a head's keys, E that of its values.
+    """Return the training FLOPs per token: 6 N + 3 L H T (D + E).
+
+    N is the number of entries of all weight matrices, L the number of layers, H the number of heads of a layer's
+    normalizer. T is the training length, D the size of a head's keys, E the size of its values.
 
     Embedding look-ups are free. Scores that the causal mask hides are not counted. PaLM (arXiv 2204.02311, appendix B)
     and nanoGPT count them, so that their attention term is twice as large: 6 N + 12 L H T D, for E = D.

@@ -51,11 +51,11 @@ def with_normalizer(decoder: Decoder, normalizer: Options) -> Decoder:
 
 @torch.no_grad()
 def score_factors_by_length(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
-    """Return the factor c in the scores c q.k / sqrt(D) of a document's last token, for documents of each length:
-    (lengths, layers, H) on the CPU.
+    """Return the factors c in the scores c q.k / sqrt(D) of a document's last token, for documents of the given
+    `lengths`. The result is (lengths, layers, H) on the CPU.
 
-    Each of H heads has queries q and keys k of size D. The factor is NaN in layers whose scores are no multiple of q.k
-    / sqrt(D) (`Normalizer.scale_by_position`).
+    Each of H heads has queries q and keys k of size D. The factors are NaN in layers whose scores are no multiple of
+    q.k / sqrt(D) (`Normalizer.scale_by_position`).
     """
     normalizers = decoder.normalizers()
     heads, size, device = normalizers[0].layer.n_head, normalizers[0].layer.head_size, decoder.embedding.weight.device
@@ -75,7 +75,7 @@ def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) 
     """Return the inference settings whose changed options all exist in this decoder's normalizer. The other settings
     may be for the normalizer of another training phase.
 
-    For a decoder that takes no inference settings, only the setting it was trained with is returned.
+    For a decoder that takes no inference settings, only the setting that changes nothing (as trained) is kept.
     """
     return [
         setting

@@ -42,8 +42,8 @@ RunsByArm = Mapping[ArmLabel, list[RunRecord]]
 
 
 class MetricName(NamedTuple):
-    """Identifies a metric, with task and inference setting, as reports compare it between runs. Metrics of one title
-    and kind of axis are a section of a report: a table and, with an axis, a picture."""
+    """Identifies a metric, with task and inference setting, as reports compare it between runs. All metrics with the
+    same `title` and `axis_kind` are one section of a report: a table and, with an axis, a picture."""
 
     title: str
     axis_kind: str  # number (no axis), bins or points
@@ -59,8 +59,8 @@ class MetricName(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """Holds the difference, arm minus baseline, of a metric at one place: a point or a range of its axis. It has an
-    interval, or a reason why there is none."""
+    """Holds the difference, arm minus baseline, of a metric at one place on its axis, such as a length or a range of
+    positions. It has an interval, or a reason why there is none."""
 
     arm: str
     metric_name: MetricName
@@ -71,8 +71,9 @@ class Difference:
 
 
 class ArmMean(NamedTuple):
-    """Holds the mean of a metric over an arm's runs at one place: a point or a range of its axis. `metric` is the
-    Metric of the arm's first run, whose reference levels may differ from those of the other runs."""
+    """Holds the mean of a metric over an arm's runs at one place on its axis, such as a length or a range of positions.
+    `metric` describes the metric in the arm's first run. Its reference levels, such as chance, may differ in the other
+    runs."""
 
     metric: Metric
     mean: float
@@ -82,8 +83,8 @@ class ArmMean(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ArmComparison:
-    """Holds the runs of each arm, and frames of what they measured, without the held-out documents that select learning
-    rates and checkpoints. The first of `arm_labels` is the baseline.
+    """Holds the runs of each arm, and data frames of their measurements. Frames leave out the held-out documents that
+    select learning rates and checkpoints. The first of `arm_labels` is the baseline.
     """
 
     arm_labels: tuple[str, ...]  # labels of all arms, also of arms without runs, by which pictures choose colours
@@ -102,7 +103,8 @@ class ArmComparison:
     @cached_property
     def all_rows(self) -> pd.DataFrame:
         """Return the rows of all evaluations, without selection text (`drop_selection_rows`). New columns are `arm`;
-        `run`, the index of the run in `runs`; and `seeds`, the index of its seeds among all runs' sorted seeds."""
+        `run`, the index of the run in `runs`; and `seeds`, an integer that is equal for runs with equal
+        `RunRecord.seeds`."""
         run_numbers = np.repeat(np.arange(len(self.runs)), [len(run.evaluations) for run in self.runs])
         rows = drop_selection_rows(evaluation_rows([evaluation for run in self.runs for evaluation in run.evaluations]))
         owner = run_numbers[rows["evaluation"]]
