@@ -115,8 +115,8 @@ class ArmComparison:
 
     @cached_property
     def titled_metric_rows(self) -> pd.DataFrame:
-        """Return the rows of the metrics that have a title. The new column `name` holds an integer, the index in
-        `metric_names` of the row's metric."""
+        """Return the rows of the metrics that have a title. The new column `name` numbers the metrics: it holds the
+        index of the row's metric in `metric_names`."""
         rows = self.all_rows[self.all_rows["title"] != ""]
         return rows.assign(name=rows.groupby([*MetricName._fields], sort=False).ngroup())
 
@@ -164,8 +164,8 @@ class ArmComparison:
         """Return each arm's difference to the baseline in each metric, at the last point or range where both were
         measured.
 
-        If they were measured nowhere in common, the difference is at the last point or range where one of them was
-        measured. It then says why it has no interval.
+        If they share no point or range, the difference is at the last one where either was measured. The `Difference`
+        then says why it has no interval.
         """
         units = self.unit_values[self.unit_values["sample"].notna() & ~self.unit_values["control"]]
         indices = units.groupby(["name", "arm"], sort=False).indices
@@ -197,7 +197,8 @@ class ArmComparison:
         return rows[is_paired].assign(value=lambda arm: arm["value"] - baseline[unit[is_paired]].to_numpy())
 
     def _arm_difference(self, arm: str, metric_name: MetricName, arm_and_baseline_units: pd.DataFrame) -> Difference:
-        """Return the difference of an arm at a place, from the rows of its units and of the baseline's."""
+        """Return the difference of an arm to the baseline in one metric. `arm_and_baseline_units` holds the rows of
+        both arms' units at one point or range of the metric's axis."""
         unit = arm_and_baseline_units.iloc[0]
         metric = unit["about"]
         if unit["logged"] and metric_name.axis_kind != "bins":
@@ -296,8 +297,9 @@ def drop_selection_rows(rows: pd.DataFrame) -> pd.DataFrame:
     rates.
 
     The names of metrics of held-out text get the suffix `REPORTING_SUFFIX`, as their plain names in metrics.jsonl mean
-    all held-out text. A curve that would lose a point, as only the left-out documents were measured there, is an
-    exception. It keeps its name, and has one row a point: the mean over all documents, without values of sequences.
+    all held-out text. A curve is an exception if one of its points was measured on left-out documents alone. Such a
+    curve keeps its name. Each of its points then has one row, the mean over all documents, without values of single
+    sequences.
     """
     is_text, reports = rows["part"] != "", rows["part"] == "reports"
     has_reports = reports.groupby(
@@ -378,8 +380,8 @@ def paired_interval(paired_rows: pd.DataFrame, seed_means: np.ndarray) -> Interv
 
 
 def clip_difference_interval(interval: Interval | None, metric: Metric) -> Interval | None:
-    """Return the interval of a difference as reports show it: None if an end is open; for fractions its ends are
-    clipped to [-1, 1]."""
+    """Return the interval of a difference as reports show it, or None if an end is infinite or both ends are equal. For
+    fractions the ends are clipped to [-1, 1]."""
     if interval is None or not interval.is_bounded:
         return None
     limit = 1.0 if metric.unit == "fraction" else np.inf

@@ -72,8 +72,8 @@ def _trace(
 def _y_range(
     title: str, arrays: Sequence[np.ndarray], reference_level: float | None
 ) -> tuple[tuple[float, float] | None, str]:
-    """Return the range (low, high) of the y axis, and a note on higher values. The range ends above the reference level
-    if there is one; it is None without a finite value."""
+    """Return the range (low, high) of the y axis for the values in `arrays`, and a note. The range is None if no value
+    is finite. Values far above the reference level lie beyond the range; the note then says so of `title`."""
     values = np.concatenate([np.empty(0), *arrays])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -174,7 +174,7 @@ def section_pictures(comparison: ArmComparison) -> list[Picture | None]:
 def _curve_traces(comparison: ArmComparison, shows_differences: bool) -> dict[int, list[Trace]]:
     """Return traces of values, or of paired differences, by the metric's index in `metric_names`. Traces show each
     run's means at the points or bins that all runs of its arm have, and the mean over runs with its interval. Bins that
-    begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
+    begin before `FIRST_DRAWN_POSITION` are left out, but the last bin of an axis is always drawn."""
     rows = comparison.titled_metric_rows
     rows = comparison.paired_differences(rows) if shows_differences else rows
     rows = rows[rows["axis_kind"] != "number"]

@@ -292,7 +292,8 @@ def configuration_table(comparison: ArmComparison, is_omitted: Callable[[str], b
 
 
 def _sequences_text(rows: pd.DataFrame) -> str | None:
-    """Return the number and length of the sequences of rows, by task; None if no metric has them (`Metric.amount`)."""
+    """Return the number and length of the sequences that rows were measured on (`Metric.amount`), by task. Return None
+    if no row's metric states them."""
     amounts = dict.fromkeys(zip(rows["task_label"], (metric.amount for metric in rows["about"]), strict=True))
     return "; ".join(": ".join(filter(None, pair)) for pair in amounts if pair[1]) or None
 

@@ -44,8 +44,8 @@ class EvaluationResult:
         value, low, high: the mean and the ends of its 95 % interval, if it has one.
         over: what the interval covers, or why there is no interval.
         quantity: the metric's name in reports; for a reference level `NAME: LEVEL`.
-        curve: the task, if the row is on a curve without intervals, which the terminal may shorten to its ends; else
-            None.
+        curve: the task, if the row is on a curve without intervals; else None. The terminal shortens a long curve to
+            its first and last values.
         """
         measurements = evaluation_rows([self.evaluation])
         units = merge_bins_into_ranges(measurements)

@@ -49,14 +49,14 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 
     Returns:
         The frame. Columns of the run: name, folder, experiment with its arm, size, stage and rate, seed, git commit,
-        and `state` (finished, unfinished or diverged). Without an experiment `arm` is the normalizer with its options.
-        `rate` is the value of the tuned key, or optim.lr if no key is tuned.
+        and `state` (finished, unfinished or diverged). `stage` is `tune` or `final`. Without an experiment `arm` is the
+        normalizer with its options. `rate` is the value of the tuned key, or optim.lr if no key is tuned.
 
         Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, quantity (such as
         `accuracy`), task, inference setting, unit and better direction. `metric` is the name in metrics.jsonl, or the
-        quantity where that file has no name. `task` has its options where the evaluation has another task of that name.
-        `chance` is the value of a model that has learned nothing. `x` is the point on the axis or the start of a bin,
-        and `until` the end of a bin.
+        quantity where that file has no name. `task` includes the task's options if two tasks of the evaluation have the
+        same name. `chance` is the value of a model that has learned nothing. `x` is the point on the axis or the start
+        of a bin, and `until` the end of a bin.
 
         Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`.
         `group` is the document. `part` is `selects` for held-out documents that choose learning rates and checkpoints,

@@ -169,7 +169,8 @@ def training_summary(runs: Sequence[RunRecord]) -> str:
 
 
 def introduction(runs_by_size: Sequence[Sequence[RunRecord]]) -> list[str]:
-    """Say what the runs of each model size trained and, of runs on text, what report text and selection text are."""
+    """Return paragraphs that say how the runs of each model size were trained. If runs were evaluated on held-out text,
+    a further one explains report text and selection text (`SELECTION_TEXT_NOTE`)."""
     has_text = any(
         (evaluation.frame["part"] != "").any()
         for size_runs in runs_by_size

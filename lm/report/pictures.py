@@ -246,7 +246,8 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def _tick_text(value: float, uses_binary_units: bool) -> str:
-    """Return the label of a tick: below 10,000 a plain number, else `16k` by 1024 if `uses_binary_units`, or `1.5M`."""
+    """Return the label of a tick: below 10,000 a plain number, else a short one. With `uses_binary_units` this is in
+    units of 1,024, such as `16k`; without, it is such as `20k` or `1.5M`."""
     if abs(value) < 10_000:
         return axis_text(value)
     return f"{value / 1024:g}k" if uses_binary_units else EngFormatter(sep="")(value)

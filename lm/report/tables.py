@@ -56,7 +56,8 @@ class Column:
         return "-" if cell is None else cell
 
     def ends_text(self, cell: Interval) -> str:
-        """Return the ends of an interval as `[low, high]`, or `NO_INTERVAL_TEXT` if an end is open."""
+        """Return the ends of an interval as `[low, high]`. Return `NO_INTERVAL_TEXT` if an end is infinite or both are
+        equal."""
         if not cell.is_bounded:
             return NO_INTERVAL_TEXT
         return f"[{self.mean_text(cell.low)}, {self.mean_text(cell.high)}]"

@@ -65,8 +65,8 @@ def write_model(
 
     Args:
         weights: all parameters by name, on any device; a tied head is stored once, as the embedding.
-        tokenizer_json: content of the model's tokenizer.json; None: the model has no text.
-        training_metadata: metadata of the training run; None: the model has no training run.
+        tokenizer_json: content of the model's tokenizer.json; None: the model has no tokenizer, as it reads no text.
+        training_metadata: metadata of the checkpoint, such as `step`; None: the model is of no training run.
         origin: facts on where an imported model came from.
 
     Raises RunError: `out` holds something, or can't be written.
@@ -91,8 +91,9 @@ def write_model(
 
 
 def _model_keys(out: Path, spec: ModelSpec, has_tokenizer: bool) -> dict[str, Plain]:
-    """Return the keys of a configuration that trains from the model folder `out`: weights, shape and tokenizer, and
-    with learned positions the training length. The normalizer, which may be code, is left to the user.
+    """Return the keys of a configuration that trains from the model folder `out`: weights, shape and tokenizer. If the
+    model has learned positions, the training length is among the keys. The normalizer, which may be code, is left to
+    the user.
     """
     model = {name: value for name, value in to_plain(spec.model).items() if name not in KEYS_LEFT_OUT_OF_MODEL_YAML}
     data: dict[str, Plain] = {"seq_len": spec.seq_len} if spec.model.position.name == "learned" else {}

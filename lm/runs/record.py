@@ -222,8 +222,8 @@ class RunRecord:
 
     @property
     def tokens_seen(self) -> int | None:
-        """Return the number of tokens that the run had seen at its last evaluation of the kind that comes first in
-        `evaluations`; without evaluations, at the last logged step.
+        """Return the number of tokens that the run had seen at its last validation. Without one, it is the number at
+        the first of the other `evaluations`; without evaluations, at the last logged step.
         """
         if self.evaluations:
             return self.evaluations[0].tokens_seen

@@ -219,12 +219,12 @@ def welch_estimate(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
     For paired runs the sign-flip test does so.
 
     Args:
-        values: (..., rates, seeds) of an arm, with at least two seeds.
-        baseline_values: (..., rates, seeds) of the baseline, whose seeds differ from the arm's seeds, perhaps also in
-            number.
+        values: (..., learning rates, seeds) of an arm, with at least two seeds.
+        baseline_values: (..., learning rates, seeds) of the baseline, whose seeds differ from the arm's seeds, perhaps
+            also in number.
 
     Returns:
-        The estimate at each pair of rates, (..., the arm's rates, the baseline's rates).
+        The estimate at each pair of learning rates, (..., the arm's rates, the baseline's rates).
     """
     arm, baseline = estimate_over_seeds(values[..., None, :]), estimate_over_seeds(baseline_values[..., None, :, :])
     variances = arm.standard_error**2, baseline.standard_error**2
@@ -240,13 +240,13 @@ def welch_estimate(values: np.ndarray, baseline_values: np.ndarray) -> Estimate:
 
 
 def bounded_mean_ends(values: np.ndarray, low: float, high: float, tail: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends, (...,), of intervals of means of independent values between `low` and `high`; `values` is (...,
-    n). Either end misses the true mean with probability `tail`.
+    """Return the lower and the upper ends, each (...,), of intervals of means of independent values between `low` and
+    `high`. `values` is (..., n). Either end misses the true mean with probability `tail`.
 
     Nothing is assumed of the distribution: with a small probability, a new value may be far from all `values`. The
-    upper end is a quantile of the mean of the values and `high` under random weights, uniform over all weights of sum 1
-    (Learned-Miller and Thomas 2019, arXiv 1905.06208). For values of 0 and 1 the interval is Clopper and Pearson's. For
-    n values of 0 between -1 and 1 the ends are plus and minus 1 - tail^(1/n).
+    upper end is the 1 - `tail` quantile of a random mean of the values and `high`. Its weights are uniform over all
+    weights of sum 1 (Learned-Miller and Thomas 2019, arXiv 1905.06208). For values of 0 and 1 the interval is Clopper
+    and Pearson's. If all n values are 0, and the bounds are -1 and 1, the ends are plus and minus 1 - tail^(1/n).
     """
     return -_upper_end(-values, -low, tail), _upper_end(values, high, tail)
 
@@ -260,8 +260,9 @@ def _upper_end(values: np.ndarray, high: float, tail: float) -> np.ndarray:
     rows = np.sort(np.concatenate([values, np.full((*shape, 1), float(high))], axis=-1)).reshape(-1, count + 1)
 
     def excess(end: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Return the probability that a row's mean under random weights is above `end`, minus `tail`, both raised to
-        `power`. The power makes the result nearly linear in `end` where values agree. row: indices in `rows`."""
+        """Return P^`power` - `tail`^`power`, which is 0 at the upper end. P is the probability that the mean of a row,
+        under random weights, is above `end`. The power makes the result nearly linear in `end` if the row's values are
+        equal. row: indices in `rows`, each of which holds the values of one mean, and `high`."""
         residuals = rows[row] - end[:, None]
         positive, negative = np.maximum(residuals, 0), np.maximum(-residuals, 0)
         first = positive[:, positive.shape[1] - (positive > 0).sum(1).max() :]
@@ -275,9 +276,10 @@ def _p_of_larger_exponential_sum(first_means: np.ndarray, second_means: np.ndarr
     """Return the probability, (...,), that exponential times of means `first_means`, (..., k), have a larger sum than
     exponential times of means `second_means`, (..., l).
 
-    Let the times of each side run one after another. As exponential times have no memory, the second side's running
-    time ends before the first side's with probability first / (first + second), by their means. The first side has the
-    larger sum if all times of the second have ended before its own last time ends.
+    Let the times of each side run one after another, both sides at once. Of the two times in progress, with means a on
+    the first side and b on the second, the second side's ends first with probability a / (a + b). This holds at any
+    moment, as exponential times have no memory. The first side has the larger sum if the second side's last time ends
+    before its own.
     """
     count, others = first_means.shape[-1], second_means.shape[-1]
     if not others:
@@ -461,8 +463,8 @@ class Family:
 
 @lru_cache(maxsize=1 << 12)
 def _joint_tail_interpolation(count: int, degrees: float, correlation: float) -> Chebyshev:
-    """Return an interpolation of `joint_tail_probability`, as a function of the two-sided p of one comparison. With
-    l(P) = -log(1 - P) it maps log l(p) to log(l(joint p) / l(p))."""
+    """Return an interpolation of `joint_tail_probability`, the joint p, over p, the two-sided p of one comparison. With
+    l(P) = -log(1 - P), the interpolated function takes log l(p) and returns log(l(joint p) / l(p))."""
 
     def ratio(logs: np.ndarray) -> list[float]:
         tails = [joint_tail_probability(-math.expm1(-math.exp(log)), count, degrees, correlation) for log in logs]
@@ -490,9 +492,10 @@ def joint_tail_probability(p: float, count: int, degrees: float, correlation: fl
 def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
     """Return nodes and weights of the quadratures in `joint_tail_probability`, as five arrays.
 
-    The first holds nodes: what the shared factor adds to each statistic's mean. The second holds their weights. The
-    third holds the weights of nodes for the factor's sum of squares. The fourth, (squares, spreads), holds nodes for a
-    statistic's standard error at each sum of squares. The fifth, (squares, spreads), holds their weights.
+    The first array holds nodes for the mean of the factor that all statistics share: amounts that are added to each
+    statistic's mean. The second holds their weights. The third holds the weights of nodes for the factor's sum of
+    squares. The fourth, (squares, spreads), holds nodes for a statistic's standard error, given each of these sums of
+    squares. The fifth, (squares, spreads), holds their weights.
     """
     # a mean and its opposite have the same probability
     factor, factor_weights = (

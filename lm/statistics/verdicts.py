@@ -84,7 +84,8 @@ class Comparison:
 
     @property
     def judged_differences(self) -> np.ndarray:
-        """Return each seed's difference between arm and baseline at the rates of `judged_rate_pair`, (seeds,)."""
+        """Return each seed's difference between arm and baseline, (seeds,), each at its own best learning rate
+        (`judged_rate_pair`)."""
         return self.differences_by_rate[(..., *self.judged_rate_pair, slice(None))]
 
     @property
@@ -146,8 +147,9 @@ class Comparison:
         """Return the ends of the interval of each mean difference by Student's t.
 
         Where all seeds have equal differences in a bounded metric, the sign-flip test decides whether the interval
-        leaves out 0; for unpaired runs the permutation test does. As a test gives no ends, the end next to 0 is then
-        taken from `_bounded_metric_ends`. The other end is the mean, until `interval_ends` moves it.
+        leaves out 0; for unpaired runs the permutation test does. A test gives no ends. If 0 is left out, the end
+        closer to 0 is therefore taken from `_bounded_metric_ends`, and the other end is the mean. Otherwise the ends
+        are 0 and the mean. `interval_ends` then widens the interval, except at an end that leaves out 0.
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half
@@ -171,8 +173,9 @@ class Comparison:
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
     def fewest_seeds_within_margin(self, margin: float, alpha: float) -> int:
-        """Return the fewest seeds with which `_bounded_metric_ends` can lie within plus and minus `margin`, as they do
-        if all differences are 0. Return 0 if no difference can exceed `margin`, or if the metric has no bounds.
+        """Return the fewest seeds with which `_bounded_metric_ends` can lie within plus and minus `margin`. With so
+        many they do if all differences are 0. Return 0 if no difference can exceed `margin`, or if the metric has no
+        bounds.
 
         For an accuracy it is the smallest n with (1 - margin)^n below `alpha`; for unpaired runs, below half of
         `alpha`.
@@ -207,8 +210,8 @@ class Comparison:
 
 
 class SeedCounts(NamedTuple):
-    """These numbers of seeds follow from a measured spread, and from the ends of the spread's 95 % interval (chi
-    squared). A number is None above `MAX_SEEDS`."""
+    """Holds the numbers of seeds that find a given difference with probability `POWER`. They follow from the measured
+    spread over seeds, and from the ends of its 95 % interval (chi squared). A number is None above `MAX_SEEDS`."""
 
     for_measured_spread: int | None
     for_low_spread: int | None
@@ -410,10 +413,11 @@ def _kind_and_reason(
     margin: float,
     alpha: float,
 ) -> Obstacle:
-    """Return three texts: the kind of verdict that follows from an interval, its reason, and why there is no answer, in
-    a few words. The third is empty unless the verdict is `undecided`.
+    """Return three texts: the kind of verdict that follows from an interval, the reason, and a few words on why the
+    verdict is `undecided`. The third text is empty for other kinds.
 
-    is_tied: whether seeds agree, so that an exact test gave `p`. needed_seeds: as `Verdict.seeds_needed`.
+    is_tied: whether all seeds have the same difference, so that an exact test gave `p`. needed_seeds: as
+    `Verdict.seeds_needed`.
     """
     seeds, is_paired = stack.differences_by_rate.shape[-1], stack.unpaired_values is None
     exact_test, tie = (
@@ -480,16 +484,18 @@ def _std_interval_factors(degrees: float) -> tuple[float, float]:
 
 
 def combine_over_rates(values: np.ndarray, must_hold_at_all_rates: bool) -> np.ndarray:
-    """Return the p of the claim that arm A is better (lower) than arm B, each at its best rate; or return the upper end
-    of the interval of A minus B.
+    """Combine values at all pairs of learning rates into one for the claim that arm A is better (lower) than arm B,
+    each at its best rate. Values are p or upper ends of intervals of A minus B; the result is the claim's p or upper
+    end.
 
     The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least corrected p
     over A's rates. p of the claim is the greatest p over B's rates (an intersection-union test, Berger 1982).
 
     Args:
         values: (..., rates of A, rates of B), p or upper ends. The caller has corrected them for the number of A's
-            rates (Bonferroni), since the tested seeds choose among these rates.
-        must_hold_at_all_rates: whether the claim must hold at every pair of rates; values are then not corrected.
+            rates (Bonferroni), since A's best rate is chosen by the values that are tested.
+        must_hold_at_all_rates: whether the claim must hold at every pair of rates. Values are then not corrected, and
+            the greatest of them is returned.
     """
     return values.max((-2, -1)) if must_hold_at_all_rates else values.min(-2).max(-1)
 
