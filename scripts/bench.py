@@ -1,8 +1,8 @@
 """Time alternatives side by side, interleaved in one run, so that a noisy machine slows all of them alike.
 
-python scripts/bench.py kernels                 attention alone, forward and backward: time of each normalizer's kernel,
-                                                and of some definitions on all scores at once, as a ratio to softmax's
-                                                fused kernel
+python scripts/bench.py kernels                 attention alone, forward and backward: time of each normalizer's kernel
+                                                as a ratio to softmax's fused kernel; for some normalizers also time of
+                                                their definition, with a full matrix of weights (dense)
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in its own process
 python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and
                                                 memory beyond the model's
@@ -81,8 +81,8 @@ def model_config(arguments: argparse.Namespace, **changes: object) -> ModelConfi
 def attention_step(options: object, arguments: argparse.Namespace, dense: bool = False) -> StepFunction:
     """Return a function that makes a forward and a backward pass of one attention call, (1, heads, seq_len, 64).
 
-    options: options of the normalizer. dense: whether its definition on all scores at once is timed, not its fastest
-    route.
+    options: options of the normalizer. dense: whether weights are computed as a full matrix by the normalizer's
+    definition, not by its fastest kernel.
     """
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     shape = 1, arguments.n_head, arguments.seq_len, 64
@@ -108,8 +108,8 @@ def attention_step(options: object, arguments: argparse.Namespace, dense: bool =
 
 
 def kernel_steps(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, StepFunction], str]:
-    """Return an attention call for each normalizer's fastest route, and for some normalizers' definitions on all scores
-    at once (dense). Also return the name of the call that all are compared with.
+    """Return an attention call by each normalizer's fastest kernel, and for some normalizers a call by the definition,
+    with a full matrix of weights (dense). Also return the name of the call that all are compared with.
     """
     alternatives = {name: attention_step(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}
     dense = {

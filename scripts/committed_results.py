@@ -80,7 +80,8 @@ def compare_at_best_rates(
 ) -> Comparison:
     """Return the comparison of an arm with its baseline, each at its best learning rate.
 
-    Arms that share no learning rate are compared at the rates that they have.
+    The arm is worse only if it is worse than the baseline at one of the learning rates that both have. If they share no
+    rate, all of the baseline's rates count.
 
     Args:
         arm_values: the arm's values (seeds,) by learning rate, the best rate first.
@@ -153,7 +154,8 @@ def markdown_table(lines: list[list[str]]) -> str:
 
 
 def verdict_text(verdict: Verdict, factor: float = 100, digits: int = 1) -> str:
-    """Return a verdict in words with its difference and interval; the interval is left out where all seeds agree.
+    """Return a verdict in words with its difference and interval; the interval is left out if all seeds have the same
+    difference, so that its ends are equal or infinite.
 
     factor: multiplies the difference and the margin, such as 100 for per cent. digits: decimal places.
     """

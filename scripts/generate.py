@@ -5,9 +5,9 @@ python scripts/generate.py --check        write nothing, exit with status 1 if a
 python scripts/generate.py --no-results   without tables and pictures of results/, which take half a minute
 
 docs/config.md, docs/metrics.md and docs/normalizers.md are made from keys, metrics and normalizers.
-tests/inventory.yaml is made from commands and keys, tables and pictures of docs/ from results/ (scripts/recompute.py).
-tests/house_size.json gets today's numbers of code tokens, unless that of lm/, scripts/ or tests/ has risen. Training
-curves are written by scripts/curves.py alone.
+tests/inventory.yaml lists commands and keys. Tables and pictures of docs/ are made from results/
+(scripts/recompute.py). tests/house_size.json gets today's numbers of code tokens, unless the number of lm/, of scripts/
+or of tests/ has risen. Training curves are written by scripts/curves.py alone.
 """
 
 import argparse

@@ -36,8 +36,8 @@ RowAndBaseline = tuple[str, str]  # names of a table row and of the row that it 
 class TableColumn(NamedTuple):
     """A column of the table shows a metric under an inference setting, at `x`, a length or a position in tokens.
 
-    If there is an arm whose name is a row's arm with `arm_suffix`, the column shows that arm in the row. `x` is 0 if
-    the metric has none.
+    With `arm_suffix`, each row shows a variant of its arm here: the arm whose name is the row's arm followed by the
+    suffix. A row without such a variant shows its own arm. `x` is 0 if the metric has none.
     """
 
     arm_suffix: str
@@ -62,7 +62,8 @@ class LossResults(ExperimentResults):
             rate.
         matters: smallest difference of interest, in nats; a fraction if the metric is an accuracy.
         shown_size: the model size or corpus whose runs are shown; empty if there is only one.
-        picture_rows: rows of the picture, by title: pairs whose difference is drawn by position, a panel each setting.
+        picture_rows: for each row of the picture, by its title, the pairs whose differences it shows by position. A row
+            has one panel for each setting.
         train_length: training length, in tokens.
         training_fractions_by_trend: for each trend its arms, each with a fraction of training (0 to 1), such as the
             time of its swap. A line is fitted through each seed's runs.
@@ -133,8 +134,8 @@ class LossResults(ExperimentResults):
         return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
 
     def _losses_of_row(self, row_name: str, column: str) -> dict[float, np.ndarray]:
-        """Return the losses (seeds,) of a row in the setting `column` by learning rate. Return {} if the metric is
-        optional and was not measured.
+        """Return the losses (seeds,) of a row in the setting `column` by learning rate. Return {} if another metric
+        than a loss or an accuracy was not measured.
 
         Raises LookupError: a loss or an accuracy was not measured.
         """

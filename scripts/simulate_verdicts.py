@@ -4,12 +4,12 @@ python scripts/simulate_verdicts.py [--trials 4000] [--jobs 2]
 python scripts/simulate_verdicts.py --seeds   runs that fail, skewed noise and ties
 
 A trial is an experiment that `lm.experiments.judging` judges. Every arm is tuned on a grid of four learning rates with
-two seeds. The grid grows if the best rate is at its edge. Then arms are trained with further seeds at the rates of
-`final_run_rates`.
+two seeds. The grid grows if the best rate is at its edge. Then each arm is trained with further seeds at its own best
+rate and at the baseline's. The baseline is trained at the best rates of all arms (`final_run_rates`).
 
-A final loss is the arm's curve over log2(rate) plus five random effects. They belong to the seed, to the document, to
-arm x rate x seed, to arm x document, and to arm x seed x document. All arms share a seed's effect, as seeds share the
-order of data.
+A final loss is the arm's curve over log2(rate) plus five random effects. They are drawn for each seed, for each
+document, for each arm x rate x seed, for each arm x document, and for each arm x seed x document. All arms share a
+seed's effect, as seeds share the order of data.
 
 `--seeds` simulates experiments without tuning whose values have awkward distributions, paired and unpaired.
 """
@@ -214,7 +214,8 @@ def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Count
 
 
 def print_table(worlds: "list[World | AwkwardWorld]", trials: int, jobs: int) -> None:
-    """Print a CSV line for each world: how many per cent of intervals hold, and of experiments have each verdict."""
+    """Print a CSV line for each world. It has the percentage of intervals that hold, and the percentage of experiments
+    with each kind of verdict."""
     counted = "together", "false", *get_args(VerdictKind)
     print("simulated experiments,seeds,over seeds,seeds and documents,rates differ", *counted, sep=",")
     pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
@@ -277,7 +278,8 @@ def _normal_noise(mean: float, deviation: float) -> DrawFunction:
 
 
 def _lognormal_noise(sigma: float, mean: float, shift: float = 0.0) -> DrawFunction:
-    """Return one-sided noise: most values are near `shift`, and a few are far above."""
+    """Return a function that draws one-sided noise: `shift` plus log-normal values with the mean `mean`. Most results
+    are near `shift`, and a few are far above. sigma: standard deviation of the logarithm."""
     return lambda random, *shape: mean * random.lognormal(-(sigma**2) / 2, sigma, shape) + shift
 
 

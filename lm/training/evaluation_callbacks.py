@@ -90,7 +90,8 @@ class Validation(EvaluationCallback):
 
     def try_to_measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure the validation loss and return the result; None if measuring failed. Record this step as the best one
-        if its `selection_loss_and_sha256` has the lowest loss so far, or the first on these validation sequences.
+        if its loss on the selection text is the lowest so far (`selection_loss_and_sha256`), or if the loss of the best
+        step was measured on other validation sequences.
         """
         if result := super().try_to_measure(trainer, module, decoder):
             state, (loss, sha256) = module.phase_start.run_state, selection_loss_and_sha256(result)
@@ -128,7 +129,9 @@ class UserCallbackMetrics(EvaluationCallback):
 
 
 class SwapEffect(StepCallback):
-    """This callback measures what changes in the model where a training phase begins with a swap of the normalizers."""
+    """Where a training phase begins with a swap of the normalizers, this callback compares the models before and after
+    it. It prints the factors on scores of both, and measures the change of loss and predictions
+    (`eval.swap_lengths`)."""
 
     def on_train_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """Compare the models before and after the swap, and free the memory of the model before the swap."""

@@ -239,8 +239,9 @@ def launcher_plugin(launcher: str) -> L.fabric.plugins.ClusterEnvironment:
 
 
 def truncate_results(run: Path, step: int) -> None:
-    """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines and
-    evaluations. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
+    """Delete from a run folder the results that a run resumed at `step` makes anew. These are log lines and evaluations
+    of later steps, and the evaluation of a swap of normalizers at `step` itself. Also delete temporary files of a
+    killed process.
     """
     for (kind, evaluated_step), path in evaluation_files(run).items():
         if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
@@ -261,6 +262,9 @@ def _evaluate_missing(
 ) -> None:
     """Make the evaluations that a complete run lacks because it was killed after its last step, and log them in
     metrics.jsonl.
+
+    checkpoint: the run's last checkpoint. facts: the content of the run's environment.json, such as the precision of
+    its training.
     """
     folder, step = config.run_folder, config.trainer.max_steps
     due_measurements = [measurement for measurement in all_measurements if measurement.eval_config.is_due(step, step)]

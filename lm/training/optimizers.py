@@ -31,13 +31,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """This optimizer updates the group `matrices` with Muon and all other groups with `torch.optim.AdamW`.
 
     Projections that share a fused matrix, such as q, k and v, are updated separately. Each gets the update of
-    `torch.optim.Muon`, which is bit-equal on a CPU where products are in bf16 (tests/training/test_muon.py). Unlike
-    torch's class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together,
-    for speed.
+    `torch.optim.Muon`. On a CPU with products in bf16 the two updates are bit-equal (tests/training/test_muon.py).
+    Unlike torch's class, which multiplies one matrix at a time, this class orthogonalises projections of one shape
+    together, for speed.
 
-    Batches of projections have about `MUON_BATCH_ELEMENTS` entries, or one larger matrix. A step needs 12 to 22 bytes
-    for each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters
-    have AdamW's state.
+    A batch collects matrices until it has `MUON_BATCH_ELEMENTS` entries or more. A step needs 12 to 22 bytes for each
+    entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have
+    AdamW's state.
 
     Arguments are the same as for every builder in `OPTIMIZER_BUILDERS`; Muon's options include AdamW's.
     """

@@ -127,8 +127,8 @@ def _changed_option_problems(
     config: Config, decoder: Decoder, saved_decoder: Decoder, path: Path | str
 ) -> list[Problem]:
     """Return problems if `decoder` differs from the decoder `saved_decoder` at `path` in its table of learned positions
-    or in options of a normalizer. Options that set initial values (`init`) may differ. Constants of formulas
-    (`Normalizer.length_constants`) are compared by their values.
+    or in options of a normalizer. Options that set initial values (`init`) may differ. Constants that may depend on the
+    training length (`Normalizer.length_constants`) are compared by their values, not by how options state them.
     """
     problems, positions = [], (decoder.config.position, saved_decoder.config.position)
     is_learned = any(position.has_length_limit for position in positions)
@@ -231,9 +231,9 @@ def start_new_run(
     notes to print.
 
     The facts have one entry, `started_from`, with `path`, `step`, `tokens` and `normalizer` of the source model, and
-    `weights`, 12 digits of its weights' sha256. The entry also has `arm` and `seeds` of the run that trained the model
-    (`lm.runs.record`). If no run trained it, `arm` is `weights`, and `seeds` is empty. If the initial weights of that
-    run were trained, too, `tokens_before` is the number of tokens of that earlier training.
+    `weights`, 12 digits of its weights' sha256. The entry also has `arm` and `seeds` of the run that trained the source
+    model (`lm.runs.record`). If no run trained it, `arm` equals `weights`, and `seeds` is empty. If that run started
+    from trained weights itself, `tokens_before` is the number of tokens that those weights had seen.
 
     initial_model: the model that `init_from` names; its decoder is moved to the meta device to free memory.
 
@@ -271,8 +271,8 @@ def start_new_run(
 
 
 def _position_and_length_notes(position: Position, length: int, config: Config, phase: int) -> list[str]:
-    """Return notes to print where a phase's position encoding or training length is not the one, `position` and
-    `length`, that the weights were trained with."""
+    """Return notes to print if a phase has another position encoding or training length than its initial weights, which
+    were trained with `position` and `length`."""
     notes, new_position = [], config.model_in_phase(phase).position
     if position != new_position:
         notes.append(f"note: positions change: {position.label} -> {new_position.label}")

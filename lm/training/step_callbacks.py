@@ -195,8 +195,8 @@ class Checkpoints(StepCallback):
             self.save(trainer, module)
 
     def on_exception(self, trainer: L.Trainer, module: LanguageModel, exception: BaseException) -> None:
-        """Save a checkpoint if SIGTERM came while Lightning's handler was set, before `StepData` set the run's own
-        handler again.
+        """Save a checkpoint if SIGTERM came in the moment when Lightning's own handler was set, which raises
+        SIGTERMException. `StopRequest.listen` soon puts the run's own handler back.
         """
         if isinstance(exception, SIGTERMException):
             self.on_train_end(trainer, module)

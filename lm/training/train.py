@@ -117,7 +117,7 @@ def _another_run_error(path: Path, config: Config) -> RunError:
 
 
 def refuse_moved_run_folder(config: Config, command_arguments: list[str]) -> None:
-    """Check that `resume=auto` with the config.yaml of a run folder, one of `command_arguments`, goes on with the run
+    """If one of `command_arguments` is the config.yaml of a run folder, check that `resume=auto` goes on with the run
     in that folder.
 
     Raises RunError: a new run would start, as the folder was renamed, or as the key `runs` is a path relative to
