@@ -7,9 +7,9 @@ A trial is an experiment that `lm.experiments.judging` judges. Every arm is tune
 two seeds. The grid grows if the best rate is at its edge. Then each arm is trained with further seeds at its own best
 rate and at the baseline's. The baseline is trained at the best rates of all arms (`final_run_rates`).
 
-A final loss is the arm's curve over log2(rate) plus five random effects. They are drawn for each seed, for each
-document, for each arm x rate x seed, for each arm x document, and for each arm x seed x document. All arms share a
-seed's effect, as seeds share the order of data.
+A final loss is the arm's curve over log2(rate) plus five random effects. They are drawn for each seed, each document,
+each arm x rate x seed, each arm x document, and each arm x seed x document. All arms share a seed's effect, as seeds
+share the order of data.
 
 `--seeds` simulates experiments without tuning whose values have awkward distributions, paired and unpaired.
 """

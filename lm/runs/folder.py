@@ -5,7 +5,7 @@ The manifest of a run folder or model folder, manifest.jsonl, lists the sha256 o
 Each line is {"file", "sha256", "step", "weights"}. A line is added before its file gets its name, so that a reader
 never meets a file without its line. A kill between the two leaves a line without a file, which does no harm.
 
-A file is valid if any of its lines has its sha256, so that a kill while a file is replaced leaves the old file valid.
+A file is valid if any of its lines has its sha256. A kill while a file is replaced therefore leaves the old file valid.
 Several processes, such as training and `lm eval`, may add lines at a time: each addition is one write.
 """
 

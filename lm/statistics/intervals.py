@@ -276,9 +276,9 @@ def _p_of_larger_exponential_sum(first_means: np.ndarray, second_means: np.ndarr
     """Return the probability, (...,), that exponential times of means `first_means`, (..., k), have a larger sum than
     exponential times of means `second_means`, (..., l).
 
-    Let the times of each side run one after another, both sides at once. Of the two times in progress, with means a on
-    the first side and b on the second, the second side's ends first with probability a / (a + b). This holds at any
-    moment, as exponential times have no memory. The first side has the larger sum if the second side's last time ends
+    Let the times of each side run one after another, both sides at once. At any moment one time of each side is in
+    progress, of mean a on the first side and b on the second. As exponential times have no memory, the second side's
+    ends first with probability a / (a + b). The first side has the larger sum if the second side's last time ends
     before its own.
     """
     count, others = first_means.shape[-1], second_means.shape[-1]

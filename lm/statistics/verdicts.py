@@ -484,8 +484,8 @@ def _std_interval_factors(degrees: float) -> tuple[float, float]:
 
 
 def combine_over_rates(values: np.ndarray, must_hold_at_all_rates: bool) -> np.ndarray:
-    """Combine values at all pairs of learning rates into one for the claim that arm A is better (lower) than arm B,
-    each at its best rate. Values are p or upper ends of intervals of A minus B; the result is the claim's p or upper
+    """Combine values at all pairs of learning rates into one. It is for the claim that arm A is better (lower) than arm
+    B, each at its best rate. Values are p or upper ends of intervals of A minus B; the result is the claim's p or upper
     end.
 
     The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least corrected p

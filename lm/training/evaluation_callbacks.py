@@ -90,8 +90,8 @@ class Validation(EvaluationCallback):
 
     def try_to_measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure the validation loss and return the result; None if measuring failed. Record this step as the best one
-        if its loss on the selection text is the lowest so far (`selection_loss_and_sha256`), or if the loss of the best
-        step was measured on other validation sequences.
+        if its loss on the selection text is the lowest so far (`selection_loss_and_sha256`). Losses that were measured
+        on other validation sequences don't count.
         """
         if result := super().try_to_measure(trainer, module, decoder):
             state, (loss, sha256) = module.phase_start.run_state, selection_loss_and_sha256(result)
