@@ -1,4 +1,5 @@
-"""These callbacks measure in any Lightning Trainer, for modules that map tokens (B, T) to logits (B, T, V).
+"""These callbacks measure the loss in long sequences, and the accuracy on needles, during training in any Lightning
+Trainer. The module that is trained must map tokens (B, T) to logits (B, T, V).
 
 text = HeldOutText(["held-out.txt"], tokenizer="tokenizer.json", seq_len=256)
 trainer = L.Trainer(callbacks=[LongContextLoss(text, every=500, length_factor=4)])
@@ -40,7 +41,8 @@ class HeldOutText:
     root: str = "data"
 
     def measurement(self, kind: str, options: dict[str, Plain]) -> Measurement:
-        """Return a measurement on this text; `options` are those of `eval.KIND` in docs/config.md.
+        """Return an object that measures models on this text. `kind` names the kind of evaluation, such as
+        `long_context`; `options` are the keys of its block in `eval` (docs/config.md).
 
         Raises LMError: an option is wrong, or the text can't be read or is too short.
         """
@@ -61,12 +63,13 @@ class HeldOutText:
 
 
 class TextEvaluation(L.Callback):
-    """Makes one measurement on a text and logs the mean of each of its metrics by `self.log`, on all ranks.
+    """Measures the model on a text during training, and logs the mean of each metric by `self.log`, on all ranks. A
+    subclass names the kind of evaluation.
 
     Args:
         text: the text to measure on.
-        every: steps between measurements; None: at the last of `max_steps` alone.
-        options: the keys of `eval.KIND`.
+        every: number of steps from one measurement to the next; None: measure at the last of `max_steps` alone.
+        options: the keys of the evaluation's block in `eval`, such as `eval.needle`.
     """
 
     kind: ClassVar[str]  # the key of the evaluation's options in `eval`

@@ -135,8 +135,8 @@ _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
 
 
 def _failure_message(error: BaseException) -> str:
-    """Return a one-line message if memory ran out, compiled code is incomplete after a kill, or a plugin failed. Return
-    an empty text for other errors, which are bugs of lm.
+    """Return a one-line message if memory ran out, a compiled library can't be loaded, or a plugin failed. Such a
+    library is incomplete if its compiler was killed. Return an empty text for other errors, which are bugs of lm.
     """
     if is_out_of_memory(error):
         requested_memory = re.search(r"allocate ([\d.]+ ?\w+)", str(error))

@@ -148,11 +148,11 @@ def assert_decoding_matches(
 
 
 def check_initial_values(options: Options) -> None:
-    """the normalizer gives an output, and its parameters start at the same values each time, except matrices named
-    `hidden`
+    """the normalizer gives an output, and its parameters start at the same values each time, except weight matrices of
+    layers named `hidden`
 
-    draw no random numbers in `initialise`; if a matrix must start at random values, name its layer `hidden`: the model
-    then draws them
+    draw no random numbers in `initialise`; if a matrix must start at random values, make it the weight of a linear
+    layer named `hidden`: the model then draws its initial values
     """
     q, k, v = random_inputs(5, normalizer=(normalizer := random_normalizer(options)))
     layout = AttentionLayout.full(5)
@@ -470,9 +470,9 @@ def check_promises(
     """Yield (promise, problem) for each check of a normalizer with these options. A problem says what the check finds
     wrong, with a hint; it is empty if the promise is kept.
 
-    `failure_and_check_command` is a method of `lm.plugins.Plugins`, which names the code that raised an error. If the
-    first check ends in an error other than its own AssertionError, later checks are not run, as each would end in that
-    error.
+    `failure_and_check_command`, a method of `lm.plugins.Plugins`, is called with each error other than a check's own
+    AssertionError. Its first text says where a plugin's code raised the error, and is added to the problem. If the
+    first check ends in such an error, later checks are not run, as each would end in that error.
     """
     for check in CHECKS:
         promise, hint = (" ".join(part.split()) for part in f"{check.__doc__}\n\n".split("\n\n")[:2])

@@ -184,8 +184,8 @@ def _device_problem(device: torch.device) -> str:
 
 
 def _compare_with_tiles(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of f, the Triton kernel's result and the tiles' result, for each f, with and without bias and
-    sums.
+    """Yield the name of f, a tensor from the Triton kernel, and the same tensor from the tiles, for the output and each
+    gradient. Each f is computed with and without `query_bias`, and with and without `divide_by_sum`.
 
     Raises the compiler's error where the machine lacks a C compiler or Python's headers; `kernel_problem` catches it.
     """

@@ -169,7 +169,9 @@ class AttentionLayout:
 
 
 class DocumentGroups(NamedTuple):
-    """The documents of a batch in groups of similar size, and the way back from the groups' outputs."""
+    """Holds the documents of a batch in groups of similar size, and where the groups' outputs hold each token of the
+    batch.
+    """
 
     # (B T,) int64: where each token of the batch stands in the concatenated outputs of all groups
     index_in_outputs: Tensor

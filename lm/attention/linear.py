@@ -62,8 +62,8 @@ class LinearNormalizer(DividedNormalizer):
 
     @property
     def score_map(self) -> Literal["identity", "features"]:
-        """Name in `SCORE_MAPS` of the identity, as weights are the scores times a factor per query. The name is
-        `features` if features, and so weights, are never negative; else it is `identity`.
+        """Name in `SCORE_MAPS` of the identity, as weights are the scores times a factor per query. The identity has
+        two names there: `features` if features, and so weights, are never negative, and else `identity`.
         """
         return "identity" if self.options.features == "identity" else "features"
 
@@ -78,8 +78,8 @@ class LinearNormalizer(DividedNormalizer):
         return phi(q / root), phi(k / root)
 
     def log_decay(self, template: Tensor) -> Tensor:
-        """Return ln g of each head, (H,), where g is the head's factor on weights per token of distance; 0 without the
-        option `decay`.
+        """Return ln g of each head, (H,) in the dtype and on the device of `template`. g is the head's factor on
+        weights per token of distance; ln g is 0 without the option `decay`.
         """
         heads = torch.arange(self.layer.n_head, device=template.device, dtype=template.dtype)
         return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(template)

@@ -61,8 +61,8 @@ class Normalizer(torch.nn.Module, ABC):
         return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(value)))
 
     def tie_parameters(self, source: Normalizer) -> None:
-        """Replace each parameter that all layers share by the parameter of `source`, the first layer's normalizer of
-        this class.
+        """Replace the parameters that all layers are to share by those of `source`, the model's first normalizer of
+        this class. A subclass says which these are; by default none is shared.
         """
 
     def init_from(self, source: Normalizer) -> None:
@@ -210,8 +210,8 @@ class Normalizer(torch.nn.Module, ABC):
         return routes.attend_by_query_blocks(self, q, k, v, layout)
 
     def gpu_forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """Compute `forward` by a kernel of `gpu_package`. FlexAttention takes packed documents; other kernels take
-        whole sequences alone.
+        """Compute `forward` for whole sequences by a kernel of `gpu_package`. FlexAttention also takes sequences that
+        hold several documents; other kernels take one document per sequence.
         """
         raise NotImplementedError
 

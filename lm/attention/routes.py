@@ -50,13 +50,13 @@ def divide_rows(rows: Tensor, total: Tensor, factor_instead: Tensor | None) -> T
 
 
 def gradient_before_division(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `grad` / `sums` in `dtype`, and its product with `output` summed over the last dimension, (N, T, 1).
-    `output` is weights x values divided by `sums`; `grad` is its gradient.
+    """Return `grad` / `sums`, rounded to `dtype`, and the sum over the last dimension of this rounded tensor times
+    `output`, (N, T, 1). `output` is weights x values divided by `sums`; `grad` is its gradient.
 
     The first result is the gradient of weights x values before the division. The second is the mean of the gradients of
     a query's weights, in which each key counts by its weight. The caller subtracts this mean from each of these
-    gradients, as in the backward pass of softmax. If one key has all the weight, the mean must equal that key's
-    gradient. So the mean is computed from the first result, after its rounding to `dtype`, and is not rounded itself.
+    gradients, as in the backward pass of softmax. The difference must be 0 for a key that has all the weight. So the
+    mean is computed from the same rounded first result as the gradients, and is not rounded itself.
     """
     grad = (grad / sums).to(dtype)
     return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
@@ -161,12 +161,15 @@ def append_bias(q: Tensor, k: Tensor, bias: Tensor, n_bf16_parts: int = 3) -> tu
     remainder, and the last remainder. On a GPU the head size becomes a multiple of 8, as kernels need.
 
     Gradients of q and k are rounded. If the bias is a sum over tokens, as in forgetting attention, its gradients and
-    their rounding errors are summed over all tokens. To keep these errors small, the gradient is that of differences:
-    the bias of key j minus that of the query's own key i. The latter is the same in the query's whole row and cancels.
-    The difference is made of steps: from j to the last key of its block, from block to block, and then to i. A step is
-    a zero through which the gradient flows, divided by `small`, in one factor of the product q.k. The other factor is
-    the number `small`. Its square is negligible beside a logit, so one dimension can hold one step in q and another in
-    k.
+    their rounding errors are summed over all tokens. To keep these errors small, the gradient flows through
+    differences: the bias of key j minus the bias of the query's own key i. The latter is the same for all keys of a
+    query, so it does not change softmax. A difference is a sum of steps: from j to the last key of its block, from
+    block to block, and then to i.
+
+    Each step is a product of two numbers in one of the new dimensions. One is the constant `small`, the other the step
+    divided by `small`. The step's value is replaced by 0, and only its gradient is kept (`_straight_through_zeros`).
+    Each new dimension holds `small` plus one step in q, and `small` plus another step in k. Beside the steps the
+    product then has the square of `small`, which is negligible beside a logit.
     """
     n_keys, first, parts = k.size(2), k.size(2) - q.size(2), []
     rest = (bias - bias[..., (first + n_keys) // 2, None].detach()).expand(k.shape[:3])
@@ -348,7 +351,8 @@ def _query_blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[s
 
     A causal block has the keys up to its last query. Their number is rounded up to a multiple of an eighth of all keys,
     as blocks of few different sizes reuse memory. On a CPU a causal block has at most an eighth of the sequence's
-    queries, unless more queries have only `MIN_BLOCK_WEIGHTS` weights.
+    queries. If these have fewer than `MIN_BLOCK_WEIGHTS` weights (pairs of query and key), the block has more queries,
+    up to this number of weights.
     """
     length, keys, row_weights, on_cpu = q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2), q.device.type == "cpu"
     eighth_of_keys, max_weights = -(-keys // 8), MAX_BLOCK_WEIGHTS if on_cpu else MAX_GPU_BLOCK_WEIGHTS

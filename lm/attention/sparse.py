@@ -93,10 +93,12 @@ def entmax_threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
     """Return the tau (..., 1) at which relu(z - tau) has p-norm 1, for rows z (..., S) whose largest entry is 0. The
     error of tau is at most 32 eps.
 
-    tau is the root of g(tau) = |relu(z - tau)| - 1, which is convex and falling. Newton's method starts at tau = -1 and
-    does not pass the root. Let slope be -g'. Each step divides the product g x slope by at least 4, since g_new / g +
-    slope_new / slope <= 1. At the start the product is at most S^(2 / p), and no slope is below 1. So g is at most 32
-    eps after log2(S) / p - log2(32 eps) / 2 steps. z must not require a gradient.
+    tau is the root of g(tau) = p-norm of relu(z - tau), minus 1. Newton's method starts at tau = -1. As g is convex and
+    falling, it does not pass the root. z must not require a gradient.
+
+    A fixed number of steps is enough. Let slope be -g', which is never below 1. In each step g_new / g + slope_new /
+    slope <= 1, so the product g x slope is divided by at least 4. At the start this product is at most S^(2 / p). So g
+    is at most 32 eps after log2(S) / p - log2(32 eps) / 2 steps.
     """
     tau = torch.full_like(z[..., :1], -1)
     positive_part = torch.empty_like(z)

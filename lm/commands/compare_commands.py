@@ -55,7 +55,7 @@ def compare(
     submit: Annotated[
         Literal["slurm", "local"] | None, typer.Option(help="train each run in a job of SLURM, or of this machine")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="jobs at a time")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="with --submit: jobs at a time")] = 1,
     job_options: Annotated[
         str, typer.Option(metavar="KEY=VALUE,...", help="options of each job, e.g. partition=gpu,timeout_min=240")
     ] = "",
@@ -65,8 +65,9 @@ def compare(
 ) -> None:
     """Train and compare the arms of an experiment.
 
-    A file names arms, seeds and learning rates; several files are worked on one after the other. Finished runs are kept
-    and interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
+    A file names arms, seeds and the learning rates to try; several files are worked on one after the other. Finished
+    runs are kept and interrupted ones resumed: the same command continues. Writes verdicts and a report
+    (docs/experiments.md).
     """
     from lm.experiments.compare import TrainingOptions, compare_experiments, print_commands
     from lm.experiments.definition import read_experiments

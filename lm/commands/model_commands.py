@@ -88,8 +88,8 @@ def diagnose(
         list[str],
         typer.Argument(
             metavar="RUN|CHECKPOINT|CONFIG|KEY=VALUE",
-            help="run folders; checkpoints; exports, with a configuration of text; overrides, e.g. "
-            "eval.diagnostics.sequences=32",
+            help="run folders; checkpoints; exports, and a configuration of the text to measure these on; overrides, "
+            "e.g. eval.diagnostics.sequences=32",
         ),
     ],
     text: Annotated[

@@ -167,8 +167,8 @@ def judge(
         matters: smallest difference of interest, in the metric's unit.
         baseline: the arm that other arms are compared with; None: the first arm.
         where: a condition on columns, as in `pandas.DataFrame.query`.
-        by: columns that split the runs into separately judged groups, which form one family of tests; by default
-            `size`.
+        by: columns that split the runs into separately judged groups, such as model sizes; all groups form one family
+            of tests. By default `size`, if the table has it.
         arm, seed: the names of the columns of arms and seeds. Without a column of seeds, each row is a run; this needs
             `unpaired` or `target`.
         target: a number that each arm is compared with, in place of a baseline.
@@ -176,8 +176,8 @@ def judge(
             are unpaired.
 
     Returns:
-        A row for each arm and size, with the columns of `ComparedExperiment.verdicts`; `size` holds the values of the
-            columns `by` as text.
+        A row for each arm in each group of `by`, with the columns of `ComparedExperiment.verdicts`; its column `size`
+            holds the group's values of the columns `by` as text.
 
     Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """

@@ -21,8 +21,8 @@ INVERSE_TEST_FRACTION = 8  # 1 in 8 of a task's contents (such as strings or key
 
 
 def distinct_guess_accuracy(n_candidates: int, n_guesses: int) -> float | None:
-    """Return the mean accuracy of `n_guesses` of a model that picks each answer at random among the `n_candidates` in
-    its sequence. Return None if there is only one candidate.
+    """Return the mean accuracy over `n_guesses` questions of a model that guesses. It picks each answer at random among
+    the `n_candidates` answers in its sequence. Return None if there is only one candidate.
 
     All answers of a sequence differ, and those to earlier questions are visible: the model never picks them again.
     Question i (from 0) has `n_candidates` - i possible answers. With k guesses and k candidates, chance is (1 + 1/2 +

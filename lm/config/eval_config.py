@@ -100,8 +100,8 @@ SLOW_PERIODS, FAST_PERIODS = 1.0, 32.0
 
 @dataclass(frozen=True)
 class InferenceYarn(RopeScaling):
-    """YaRN (arXiv 2309.00071) divides the frequencies of low-frequency pairs of dimensions by s, and multiplies the
-    logits by a temperature.
+    """YaRN (arXiv 2309.00071) divides the frequencies of low-frequency pairs of dimensions by s. With `temperature` it
+    also multiplies attention logits by a factor that grows with s.
     """
 
     name: ClassVar[str] = "yarn"
@@ -247,7 +247,8 @@ class EvaluationKindConfig(EvaluationTiming):
 
     def required_positions(self, data: DataConfig) -> int:
         """Return the number of positions that the evaluation needs a model to have: the tokens of its longest sequence,
-        answers that are generated after it included. `length_factor: auto` takes what learned positions allow.
+        answers that are generated after it included. `length_factor: auto` shortens sequences to the learned positions,
+        so it needs no more than the training length.
         """
         return data.seq_len
 
@@ -277,8 +278,8 @@ class InferenceEvaluationConfig(EvaluationKindConfig):
 
 
 def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
-    """Return sequence lengths in predicted tokens: each of `factors` times the training length, at least 1. The lengths
-    ascend, without duplicates.
+    """Return sequence lengths in predicted tokens: the training length times each of `factors`, rounded, but at least 1
+    token. The lengths ascend, without duplicates.
     """
     return sorted({max(1, round(factor * data.seq_len)) for factor in factors})
 
@@ -431,7 +432,9 @@ class NeedleConfig(InferenceEvaluationConfig):
 
 @dataclass
 class DownstreamTasksConfig(EvaluationKindConfig):
-    """Options of downstream tasks, which are keys of `eval` itself, not of a nested block."""
+    """Options of the evaluation `tasks`, downstream tasks of lm-eval. Users set them by `eval.tasks` and
+    `eval.tasks_limit`, not in a nested block.
+    """
 
     switch_key: ClassVar[str] = "tasks"
     tasks: list[str] = key([], "`eval.tasks`")

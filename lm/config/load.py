@@ -195,7 +195,7 @@ def parse_config(config_dict: dict[str, Plain]) -> Config:
     """Build and check a configuration from plain data; interpolations `${...}` are not resolved.
 
     Raises ConfigError: one message lists all problems of single keys, or if there are none, all contradictions between
-    keys. A refused value is replaced by the key's default, so rules between keys are not checked after it.
+    keys. Beside a refused value contradictions are not looked for, since the key's default takes its place.
     """
     problems: list[Problem] = []
     config = build_block(Config, config_dict, "", problems)

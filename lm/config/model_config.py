@@ -225,11 +225,11 @@ class AttentionBlock:
         return model.head_size or model.n_embd // model.n_head
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool | None]:
-        """Return {key: value} of the options of `model` that may be null, in one form for all configurations of the
-        same model.
+        """Return {key: value} of the options of `model` that may be null. All configurations of the same model have the
+        same result.
 
-        Each null is replaced by the value that it stands for. The exception is `mlp_bias`, which is None both where it
-        is null and where it equals `bias`.
+        Each null is replaced by the value that it stands for. `mlp_bias` is treated the other way round: it becomes
+        None if it equals `bias`.
         """
         return {
             "n_kv_head": model.kv_heads,
@@ -440,7 +440,9 @@ class ModelConfig:
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
     def make_head_size_problem(self, reason: str) -> Problem:
-        """Return a problem of the key that determines the size of heads, with `reason` and what to set."""
+        """Return a problem of the key that determines the size of heads. `reason` says what is wrong with that key's
+        value; advice on what to set is added.
+        """
         name = "head_size" if self.head_size else "n_embd"
         name, owner = ("key_size", self.block) if hasattr(self.block, "key_size") else (name, self)
         path = name if owner is self else f"block.{name}"

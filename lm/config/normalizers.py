@@ -56,8 +56,8 @@ LAYER_OPTIONS = Catalogue(OPTIONS_BY_NAME)  # options of one layer's normalizer
 
 @dataclass
 class LayerList(Options):
-    """Each layer has a normalizer of its own: layer i takes entry i mod len(of) of the list `of`. A configuration may
-    give the list alone.
+    """Each layer has a normalizer of its own: layer i takes entry i of the list `of`. The list is repeated if the model
+    has more layers. A configuration may give the list alone.
     """
 
     name = "layers"

@@ -20,7 +20,8 @@ from lm.plain import Plain, field_default, join_path, to_plain, type_name
 def reference_rows(block_class: type, path: str = "") -> tuple[tuple[str, str, str, str], ...]:
     """Return a row (key path, type, default, description) for each key of `block_class`, in order.
 
-    Each dataclass is described once. A key that several choices share has one row, e.g. `optimizer[adamw, muon].eps`.
+    Each dataclass is described once, where it first occurs. A block's name may select one of several dataclasses; an
+    equal key of several of them has one row, e.g. `optimizer[adamw, muon].eps`.
     """
     return tuple(_reference_rows(block_class, path, {}))
 

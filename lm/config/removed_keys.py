@@ -89,7 +89,9 @@ def removed_defaults(block_path: str, block_name: str, key_name: str) -> list[Pl
 
 
 def removed_name_advice(name: Plain) -> str:
-    """Return advice for an error message if earlier versions had the choice `name`; else an empty text."""
+    """Return advice for an error message if earlier versions had `name`, such as a task, a tokenizer or an option of a
+    command; else an empty text.
+    """
     return "; earlier versions had it, see CHANGELOG.md" if name in REMOVED_NAMES else ""
 
 
@@ -97,8 +99,8 @@ def removed_hashed_defaults(plain_data: Plain, path: str = "") -> Iterator[tuple
     """Yield (path, default) of each key that version 0.11.0 had in the blocks of this configuration (plain data), and
     that was removed since.
 
-    The hash of a configuration, which is part of the name of an experiment's run, counts these keys. So runs keep their
-    names.
+    The name of an experiment's run ends in a hash of the configuration, which counts all keys of version 0.11.0. With
+    these defaults the name stays the same after a key is removed.
     """
     if isinstance(plain_data, dict):
         block = re.sub(r"\[\d+\]", "[]", path)

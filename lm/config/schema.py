@@ -2,8 +2,8 @@
 a block of keys.
 
 `key` makes a field for a value, `section` a field for blocks of one dataclass, `variant` one for blocks whose `name`
-selects a dataclass. A field for blocks has the metadata `default` and `blocks`. `blocks` maps names to dataclasses;
-where there is no choice, the only name is "".
+selects a dataclass. A field for blocks has the metadata `default` (see `variant`) and `blocks`, which maps the names
+that a user can choose to dataclasses. For a `section`, `blocks` maps "" to its one dataclass.
 """
 
 import difflib
@@ -68,7 +68,9 @@ def variant(
     the user chooses to such blocks.
 
     Args:
-        effect, omit_default: as in `key`.
+        effect: entries of an `Effect`; the field inherits the others from the block that contains it.
+        omit_default: whether plain data (`lm.plain.to_plain`), and so hashes, leave the key out while it has its
+            default.
         user_settable: whether users may set the key; False: lm alone sets it.
     """
     is_single_block = not isinstance(default, list | dict)
@@ -88,17 +90,18 @@ def section(
 ):
     """Make a field for a nested block, which the dataclass `block_class` describes.
 
-    With `default` None the block is null (off) until one of its keys is given. With a list as `default`, the field
-    holds a list of blocks.
+    By default the field holds an instance of `block_class` with its defaults. With `default` None the block is null
+    (off) until one of its keys is given. With a list as `default`, the field holds a list of blocks.
     """
     return variant({"": block_class}, default, help, effect, user_settable=user_settable)
 
 
 def fields_at(block_class: type, path: str) -> list[Field]:
-    """Return the fields along a dotted path such as `a[0].b`, the outermost first; [] if there is no such key.
+    """Return the fields along a dotted path such as `a[0].b`, the outermost first. Return [] if a block whose dataclass
+    is fixed has no such key.
 
-    The list ends early at a field of plain data. It also ends early where none of the blocks to choose from has the
-    next key, since a plugin's block may have that key.
+    The list ends early at a field of plain data. It also ends early at a block whose name selects its dataclass, if no
+    known dataclass has the next key: a plugin's may have it.
     """
     specs, block_classes, is_choice = [], [block_class], False
     for name in path.split("."):
@@ -117,9 +120,9 @@ def fields_at(block_class: type, path: str) -> list[Field]:
 def effect_at(block_class: type, path: str) -> Effect | None:
     """Return the effect of the key at the dotted `path`; None if `block_class` has no such key.
 
-    A path into a key's plain data has the key's effect. An option of a plugin has the effect of the plugin's block. A
-    field may declare `affects` without `on_resume`. A resumed run must then keep the key's value (`same`) if the key
-    affects model, training or seed, and may otherwise change it (`free`).
+    A path into a key's plain data has the key's effect. An option of a plugin has the effect of the plugin's block. If
+    a field declares what a key `affects` but not `on_resume`, the latter follows. It is `same` (a resumed run must keep
+    the value) if the key affects model, training or seed, else `free` (the run may change it).
     """
     specs, entries = fields_at(block_class, path), {}
     for changes in (spec.metadata["effect"] or {} for spec in specs):
@@ -134,8 +137,8 @@ def build_block(
 ):
     """Return an instance of `block_class` made from plain `data`. Append each problem of a single key to `problems`.
 
-    Keys in the attribute `required_keys` of `block_class` must be given; values that are empty, or lists with an empty
-    text, are refused.
+    Keys in the attribute `required_keys` of `block_class` must be given. Their values must not be empty, nor be lists
+    with an empty text.
 
     Args:
         path: the block's path, which begins the paths of problems.

@@ -151,7 +151,8 @@ class Config:
 
     def model_in_phase(self, phase_index: int) -> ModelConfig:
         """Return the decoder's options in a phase of `training_phases`, with this phase's normalizer and positions.
-        Formulas take `data.seq_len` as the training length in all phases, also in one that has a `seq_len` of its own.
+        Formulas of normalizers and positions take `data.seq_len` as the training length in all phases, also in a phase
+        that has a `seq_len` of its own.
         """
         positions = [entry.position for entry in self.training_phases[: phase_index + 1] if entry.position]
         position = positions[-1] if positions else self.model.position

@@ -47,8 +47,8 @@ def assign_slots_to_streams(weights: Sequence[float], seed_integers: tuple[int, 
     Returns int64 (2, k): each slot's stream index, and the slot's number (from 0) within this stream.
 
     Time is counted in slots. A stream with a fraction w of all weights is due once in each interval of 1 / w slots, at
-    a random time. Slots go to streams in the order of these due times. Among n streams it gets t w of the first t
-    slots, with an error of at most 1 + w n. As due times are random, no stream always fills the same slots of a step.
+    a random time. Slots go to streams in the order of these due times. So a stream gets w t of the first t slots, with
+    an error of at most 1 + w n for n streams. As due times are random, no stream always fills the same slots of a step.
     `TrainSequences` assigns steps to lengths in the same way.
 
     Args:
@@ -135,8 +135,8 @@ class Batch(NamedTuple):
 
 
 class TextStream:
-    """Reads sequences from one source's text: the `n_tokens` tokens of a split from `first_index` on. The text is read
-    as a circle, whose end is followed by its start.
+    """Reads sequences from the text of one source: those `n_tokens` tokens of a split that begin at index
+    `first_index`. The text is read as a circle, so that its start follows its end.
 
     Every document begins with the end-of-text token, so the end is followed by a new document. Each epoch cuts the
     circle, from a random token on, into `sequences_per_epoch` sequences of `slot_length` + 1 tokens, and reads them in
@@ -300,7 +300,7 @@ class TrainLoader(DataLoader[Batch]):
         """Start the workers while the stop signals are blocked, so that workers inherit the block.
 
         torch's handler of SIGCHLD is removed: it would raise the error of a lost worker anywhere, also where a
-        checkpoint is saved. The next batch raises this error, too.
+        checkpoint is saved. Without the handler, reading the next batch raises this error.
         """
         other_processes, handler = {*active_children()}, signal.getsignal(signal.SIGCHLD)
         try:

@@ -198,8 +198,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> tup
 def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokenizer", progress: Progress) -> None:
     """Encode the documents of each shard that is not complete, and write their tokens to the folder `store`.
 
-    A document may differ from its decoded tokens. If `data.on_error` is `fail`, it raises DataError; else it becomes
-    `OMITTED` in the scan.
+    A document may differ from the text to which its tokens decode. Raises DataError for such a document if
+    `data.on_error` is `fail`; else the document's entry in `scan.assignment` becomes `OMITTED`.
     """
     is_stored = scan.assignment <= VAL
     n_bytes = np.where(is_stored, scan.n_bytes, 0)
@@ -236,8 +236,9 @@ def _write_shard(
     """Write the tokens of each document to the file of its split. Return [index, reason] of each document that can't be
     decoded from its tokens.
 
-    `paths` has the file of each split, by the split's number; `assignment` has the split's number of each document. If
-    `on_error` is `fail`, the first such document raises UnreadableError.
+    `paths` has the file of each split, by the split's number; `assignment` says for each document the number of its
+    split. `advance` is called with the bytes of each document, or of each piece of a long one. If `on_error` is `fail`,
+    the first document that can't be decoded raises UnreadableError.
     """
     omitted: dict[int, str] = {}
     with ExitStack() as stack:
@@ -373,9 +374,9 @@ def _hashes_to_hold_out(hashes_and_sizes: list[tuple[np.ndarray, np.ndarray]], f
     """Return the hashes of the documents to hold out. Each source gives its smallest hashes, until the documents that
     have them make up `fraction` of the source's bytes.
 
-    No source gives all its hashes. A document stays in training if it is large: if it has more than half, and more than
-    `fraction`, of its source's bytes. Where a source has a large document, at most about half of the
-    bytes of its other documents are held out, even if `fraction` asks for more.
+    No source gives all its hashes. A document is large if it has more than half, and more than `fraction`, of its
+    source's bytes; it then stays in training. A source with such a document holds out others, at most about half of
+    their bytes, even if `fraction` asks for more.
 
     hashes_and_sizes: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """

@@ -36,11 +36,11 @@ class SourceReader:
     """The functions that read sources of one type, such as local files. Each function's first argument is the source's
     options.
 
-    `read_documents` yields (document, location) in a fixed order, blank documents included. A document is a text, or an
-    array of ids, (tokens,) uint32, for `TokenSource`. A location is a text for messages, such as a file and line. In
-    place of a file, document or row that can't be read, it yields an `UnreadableError`. A file damaged part-way yields
-    the documents before the damage. The second argument is None, or for `TokenSource` a `Vocabulary`, which checks the
-    ids.
+    `read_documents(source, vocabulary)` yields (document, location) in a fixed order, blank documents included. A
+    document is a text, or an array of ids, (tokens,) uint32, for `TokenSource`. A location is a text for messages, such
+    as a file and line. In place of a file, document or row that can't be read, it yields an `UnreadableError`. A file
+    damaged part-way yields the documents before the damage. `vocabulary` checks the ids of a `TokenSource`; it is None
+    for other sources.
 
     All functions raise DataError with the file, dataset or row and the reason.
     """

@@ -239,8 +239,8 @@ def write_offsets_and_token_bytes(
 
     Args:
         sources: the numbers of documents and bytes of each source in each split.
-        predicted_counts_by_split: for a store of symbols, how often each is predicted, (V,); in losses per byte a
-            symbol is one byte. None: the store holds text, and a token is predicted as often as it occurs.
+        predicted_counts_by_split: for a store of symbols, how often each symbol is a target in each split, (V,); each
+            symbol counts as one byte. None: the store holds text, and a token is a target as often as it occurs.
     """
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
     splits: dict[str, dict[str, Plain]] = {}

@@ -43,8 +43,8 @@ class Example:
     """A sequence of a task, and the spans [start, stop) of its tokens that hold the answers, and the evidence for them.
 
     Row q of `answer_spans` is the span of answer q, which follows question q. Row q of `evidence_spans` is the span of
-    the earlier tokens that show answer q. These are the answer's tokens where the sequence states them, or with
-    `MQAR.joined` the one symbol that stands for key and value.
+    the earlier tokens that show answer q. There the sequence states the answer's tokens. With `MQAR.joined` it has
+    instead one symbol that stands for both key and value.
     """
 
     tokens: np.ndarray  # (length + 1,) int64
@@ -159,8 +159,9 @@ class FillerText:
         return np.concatenate((self.encode(text), self._number_space_ids))
 
     def encode_number(self, number: int | str) -> np.ndarray:
-        """Return the token ids of a number after a space: int64 (tokens,). The space's token is left out if the
-        tokenizer puts a space before each text and always encodes it as a token of its own.
+        """Return the token ids of a number and the space before it: int64 (tokens,). If the tokenizer puts a space
+        before each text, and always encodes it as a token of its own, this token is left out. `encode_before_number`
+        then appends it to the text before the number.
         """
         return self.encode(f" {number}")[len(self._number_space_ids) :]
 
@@ -219,8 +220,8 @@ def make_mqar(task: MQAR, draw: Draw, length: int, unused_text: FillerText | Non
 
 
 def _keys_and_values(task: MQAR, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the keys and the values of a sequence's pairs, so that they belong to its subset: two int64 arrays (pairs,),
-    each counted from 0.
+    """Draw the keys and the values of a sequence's pairs, so that they belong to its subset. Returns two int64 arrays
+    (pairs,), indices of keys and indices of values, both from 0, not token ids.
     """
     for _ in draw.attempt_numbers():
         keys, order = draw.permutation(task.keys, task.pairs), draw.permutation(task.values)

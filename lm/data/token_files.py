@@ -165,7 +165,7 @@ def held_out_source(source: TokenSource) -> TokenSource | None:
 
 def tokens_identity(source: TokenSource, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: the format, and paths and sha256 of the training and the
-    held-out files. Paths are those that `source` leads to; `root` is not used.
+    held-out files. Paths are as `source` gives them, with folders and patterns (globs) replaced by the files in them.
     """
 
     def hash_files(token_source: TokenSource | None) -> list[Plain]:

@@ -233,8 +233,8 @@ class Statistic:
 
     @property
     def without_first_token(self) -> "Statistic":
-        """Same statistic, measured without the first token of the document. `NO_FIRST_TOKEN_SUFFIX` is added to its
-        name, and reports leave it out.
+        """Same statistic, measured without the first token of the document. Its name ends in `NO_FIRST_TOKEN_SUFFIX`,
+        and reports do not show it.
         """
         return replace(
             self,
@@ -250,7 +250,7 @@ class HeadStatistic:
     (`AttentionRows.defined_row_mask`), such as sums of weights by key position.
 
     `sum_rows` sorts (query, key) pairs into L groups, such as key positions or distances, L the tokens of a sequence.
-    It returns for each head the sum of a value of the pairs in each group, then the number of these pairs: (H, 2 L).
+    For each head it returns the L groups' sums of a value over their pairs, then their L numbers of pairs: (H, 2 L).
     `reduce_sequence_sums` turns these sums into a number for each head.
     """
 

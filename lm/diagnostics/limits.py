@@ -15,10 +15,10 @@ a_i x_i, and
 
     d~ = sum over i not in I of |a_i x_i - s|    (the paper's Eqs. 6 and 7).
 
-Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 counts N_s, the number of
-keys among the N whose a_i x_i lies within r of s. r is the distance from s to the nearest a_j x_j of any other key. The
-bounds are reconstructed from the paper's words, as its typeset equations could not be read. The bound of Theorem 1 is
-proved, and holds for weights of any sum.
+Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 takes the distance r from s
+to the nearest a_j x_j of all keys that are not chosen. N_s is the number of chosen keys whose a_i x_i lies within r of
+s. The bounds are reconstructed from the paper's words, as its typeset equations could not be read. The bound of Theorem
+1 is proved, and holds for weights of any sum.
 
 Shapes: H heads, T queries, S keys, E entries of a vector.
 """
@@ -181,10 +181,11 @@ class RandomKeyBounds(NamedTuple):
 
 
 def measure_top_keys(weights: Tensor, visible: Tensor, key_vectors: Tensor, count: int) -> TopKeySeparation:
-    """Measure how far the N = `count` keys of largest |weight| lie from their weighted sum s (arXiv 2508.17821).
+    """Measure how far the other keys lie from the weighted sum s of the N = `count` keys of largest |weight| (arXiv
+    2508.17821).
 
-    The result has the summed distance d~ of all other keys to s, Theorem 1's upper bound on d~, and N_s / N of
-    Theorem 2, the share of the N keys that lie near s.
+    The result has the summed distance d~ of all other keys to s, Theorem 1's upper bound on d~, and Theorem 2's N_s /
+    N. This is the fraction of the N keys that lie as near to s as the nearest other key, or nearer.
 
     weights: (H, T, S), 0 where not visible; visible: (T, S) bool; key_vectors: (S, E).
     """

@@ -20,11 +20,13 @@ over all pairs of sequences. Within a sequence all queries see the same token at
 would count the token, and chance, as an effect of the position. The estimate has no bias, and so may be slightly
 negative where there is no effect.
 
-Under a causal mask key position and distance go together: late keys are near to the queries that see them. Compare the
-fraction that one of them explains with the fraction that any function of both explains. Where distance alone explains
-as much, key position adds nothing. Means are over queries in the second half of the sequence, or for that function over
-the last query: these queries see similar numbers of keys. Standardised weights that fall with distance, say, are larger
-for a query that sees more keys.
+Under a causal mask key position and distance go together: late keys are near to the queries that see them. So the
+fraction that one of them explains is compared with the fraction that any function of both explains. Where distance
+alone explains as much, key position adds nothing. The last query gives the fraction for both: for one query a key's
+distance determines its position, so distance explains all that any function of both can.
+
+The fractions for one of them are measured over queries in the second half of the sequence, as these see similar numbers
+of keys. Standardised weights that fall with distance, say, are larger for a query that sees more keys.
 """
 
 import math
@@ -214,7 +216,8 @@ def closed_form_sparsity(rows: AttentionRows) -> Tensor | None:
 
     For non-negative features the closed form supposes that a key's features are independent. It takes their mean and
     standard deviation over all features of all keys that the query sees. It does not take those of the products of
-    query and key: with them the formula would hold even for dependent features.
+    query and key. With them the formula would hold even for dependent features, and its error would not show the
+    dependence.
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
     if name == "features":

@@ -128,8 +128,9 @@ def accuracy_metric(metric: Metric, questions: int, chance: float | None, task_o
 def rows_by_length(
     metric: Metric, lengths: list[int], values_by_length: Sequence[ValuesAndUnits], **fields: str
 ) -> pd.DataFrame:
-    """Return the table rows of a metric that was measured at each of several sequence lengths, each with its values.
-    fields: `task` and `inference_setting` of `metric_rows`."""
+    """Return the table rows of a metric that was measured at several sequence lengths. `values_by_length` has the
+    values of each length and the units (questions or sequences) that they belong to. fields: `task` and
+    `inference_setting` of `metric_rows`."""
     points = zip(values_by_length, lengths, strict=True)
     return pd.concat(metric_rows(metric, *values_and_units, [length], **fields) for values_and_units, length in points)
 
@@ -232,7 +233,8 @@ def trial_scores(decoder: Decoder, trials: list[NeedleTrial], sequence_length: i
     """Return scores (questions, metrics) fp32 of questions with equally long prompts, one column for each metric in
     `TRIAL_METRICS`.
 
-    Each prompt is the beginning of a sequence of `sequence_length` tokens.
+    Each prompt is the beginning of a sequence of `sequence_length` tokens. Normalizers with the option `n: sample` take
+    this length as n.
     """
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in trials])).to(next(decoder.parameters()).device)
     cache = DecodingCache(sequence_length)
@@ -407,8 +409,8 @@ class NeedleMeasurement(AnswerMeasurement):
 
 
 def _trial_units(trials: list[NeedleTrial]) -> pd.DataFrame:
-    """Return the questions as units of a measurement. Questions of one sequence are in one group, as they are not
-    independent.
+    """Return a row for each question, as `sampling_unit_frame` makes them. Questions of one sequence are in one group,
+    as they are not independent.
     """
     sha256 = tokens_sha256(part for trial in trials for part in (trial.prompt, trial.answer))
     return sampling_unit_frame(sha256, np.array([trial.sequence_index for trial in trials]))

@@ -65,8 +65,8 @@ def statistics_of(options: DiagnosticsConfig) -> Statistics:
 
 
 def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOutSequences:
-    """Return up to `options.sequences` held-out windows. They lie within single documents unless they have the training
-    length.
+    """Return up to `options.sequences` held-out windows. Windows of the training length may cross documents; any others
+    lie within one document each.
 
     Raises ConfigError: no document is long enough, or a window has fewer than `MIN_KEYS` tokens.
     """
@@ -183,10 +183,10 @@ def _statistic_rows(
     """Yield rows of a statistic of several models on the same sequences; no rows if the statistic is defined for no
     query.
 
-    There are up to four kinds of rows for each model. The first is the mean over queries, heads and layers, with an
-    interval over documents if each query has a value. The second is the exponent b of a fit of statistic ~ n^b, n the
-    number of visible keys. The third is a curve, the mean in each bin of n. The last has, for each layer and head, the
-    mean over sequences and queries, b, and R^2 of the fit.
+    There are up to four kinds of rows for each model. The first is the mean over queries, heads and layers. It has an
+    interval over documents if each query has a value, and none if only each head has. The second is the exponent b of a
+    fit of statistic ~ n^b, n the number of visible keys. The third is a curve, the mean in each bin of n. The last has,
+    for each layer and head, the mean over sequences and queries, b, and R^2 of the fit.
 
     values_by_model: measured values by label, the trained model first.
     """

@@ -67,7 +67,7 @@ def _lm_eval_adapter_class() -> type["HFLM"]:
 
 class DownstreamTasks(Measurement):
     """This evaluation runs tasks of lm-eval. A metric has one value per document if the documents' mean is the task's
-    result.
+    result; else only the task's result is kept.
 
     Raises ConfigError when constructed: there is no such task.
     """

@@ -146,7 +146,7 @@ def open_store(model: LoadedModel, config: Config, text_configs: Sequence[Path])
 
     The store is the one that the model was trained on: it is found by its fingerprint, or rebuilt from the sources if
     its files are gone. With `text_configs`, the store holds the text of `config` (from `config_with_text`), and the
-    returned model counts as trained for 0 steps on this text.
+    returned model has 0 steps and 0 tokens of training in its metadata, as it was not trained on this text.
 
     Raises RunError: no store has these tokens, and the sources are gone or give other tokens. Raises other LMErrors:
     the text can't be prepared, or is shorter than the model's training sequences.

@@ -30,8 +30,8 @@ def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling:
     """Yield new token ids after `prompt` (at least one id), each as soon as it is sampled, with a cache of keys and
     values.
 
-    With a normalizer's option `n: visible`, n is the number of tokens so far. With `n: sample`, n counts all
-    `max_new_tokens`, too, from the start (docs/n.md).
+    In a normalizer's formula n is the number of tokens so far with the option `n: visible`. With `n: sample` it is,
+    from the first step on, the length of the prompt plus `max_new_tokens` (docs/n.md).
 
     Raises RunError: the logits are not finite.
     """

@@ -53,7 +53,8 @@ def validation_sequences(store: Store, config: Config) -> HeldOutSequences:
 def evenly_spaced_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOutSequences:
     """Return up to `limit` sequences of `length` tokens, evenly spaced over the held-out text.
 
-    A token sees other documents only if tokens also see them in training.
+    If attention is limited to single documents in training (`data.documents` is `isolate`), it also is in these
+    sequences.
     """
     return HeldOutSequences.from_store(
         store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate"
@@ -82,8 +83,9 @@ def task_sequences(store: Store, config: Config, length: int, total_count: int) 
 def long_sequences(store: Store, config: Config) -> HeldOutSequences:
     """Return up to `eval.long_context.sequences` sequences, each within one held-out document.
 
-    With `length_factor: auto` their length is at first AUTO_LENGTH_FACTOR training lengths, or with learned positions
-    one. It is halved until two documents are longer. Raises ConfigError: no document is long enough.
+    With `length_factor: auto` their length is at first AUTO_LENGTH_FACTOR training lengths, or one training length if
+    positions are learned. It is halved until at least two held-out documents are longer than the sequences. Raises
+    ConfigError: no document is long enough.
     """
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = max(1, round(options.max_length_factor * seq_len))
@@ -176,7 +178,9 @@ def bucket_edges(train_length: int, length: int) -> np.ndarray:
 
 
 def inference_setting_labels(settings: Sequence[InferenceSetting]) -> list[str]:
-    """Return the labels of inference settings for names of metrics; one empty label if there is only one setting."""
+    """Return the labels of inference settings, such as `theta x 50`, to be put into names of metrics. If there is only
+    one setting, its label is empty.
+    """
     return [setting.label for setting in settings] if len(settings) > 1 else [""]
 
 
@@ -202,10 +206,10 @@ def unigram_reference(store: Store, data: DataConfig) -> tuple[tuple[str, float]
     The result has the form of `Metric.references`: a name, and the loss in nats per token. It is empty if all text has
     weight 0.
 
-    The loss is exact if each source or task has the same fraction of the store's tokens as of the mixture (its weight);
-    its name is then UNIGRAM_LEVEL_NAME. Otherwise it is an upper bound, with the name UNIGRAM_BOUND_NAME. A token's
-    probability in the mixture is then at least its probability in the store times the smallest ratio of weight to
-    fraction.
+    Each source or task has a weight in the mixture, and makes up a fraction of the store's tokens. If weights equal
+    fractions, the loss is exact, and its name is UNIGRAM_LEVEL_NAME. Otherwise it is an upper bound, with the name
+    UNIGRAM_BOUND_NAME. It is a bound since each token's probability in the mixture is at least that in the store times
+    the smallest weight / fraction.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not (data.symbolic or data.text_weight):

@@ -184,7 +184,8 @@ def metric_rows(
 ) -> pd.DataFrame:
     """Return rows of a frame with the columns `COLUMNS`, one row for each unit and each point of the metric's axis.
 
-    The task, the setting, the metric's quantity and a length x fill the placeholders in the metric's name.
+    Placeholders in the metric's name are filled: {TASK} with the task, {SETTING} with the inference setting, {LENGTH}
+    with a point of `x`, {STATISTIC} with `metric.quantity`.
 
     Args:
         values: (units, points), or (points,) if only means are known.
@@ -267,8 +268,8 @@ class Measurement(ABC):
 
     @property
     def further_inputs(self) -> dict[str, Plain]:
-        """Return further values that decide the result, {name: value}, beside the keys of `eval`, weights, precision
-        and data.
+        """Return further values that decide the result, {name: value}. The weights, the precision, the data and the
+        evaluation's options in `eval` are not among them.
 
         The file of the result records these values.
         """

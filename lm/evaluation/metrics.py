@@ -98,9 +98,10 @@ def _measurement_classes(config: Config) -> list[type[Measurement]]:
 
 
 def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
-    """Return the metric `name`, and the kind of evaluation that measures it for each sequence or question.
+    """Return the metric `name`, and the kind of evaluation that measures it. Only metrics with a value for each
+    sequence or question are found.
 
-    Raises ConfigError: `config` asks for no such metric.
+    Raises ConfigError: `config` asks for no such metric, or the metric has no such values.
     """
     candidates = [
         (kind, metric) for kind in _measurement_classes(config) for metric in kind.metrics(config) if metric.can_decide

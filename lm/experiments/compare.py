@@ -242,7 +242,7 @@ def _first_start_record(experiment: Experiment) -> dict[str, Plain]:
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     """Choose the `SHARED_SETTINGS`, such as precision and number of threads, for this machine. Whether runs are
-    compiled depends on a baseline run's cost in the first size, and on the number of baseline runs, which share
+    compiled depends on the FLOPs of one baseline run, of the first size, and on their number: baseline runs share
     compiled code."""
     config, tune = experiment.first_config, experiment.tune
     accelerator = "gpu" if count_gpus(config) else "cpu"
@@ -324,7 +324,7 @@ def _note_plan_changes(procedure: Procedure, recorded: dict[str, Plain]) -> None
 
 def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     """Yield the lines of a plan: the runs, their resources, time and settings, the chance to find a difference with
-    these seeds, and notes. `slots` are the devices of each run that is trained at a time."""
+    these seeds, and notes. `slots` lists the devices of each of the concurrent runs."""
     experiment, run_costs = procedure.experiment, costs_by_arm(procedure)
     tune, primary = experiment.tune, experiment.primary_metric
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)

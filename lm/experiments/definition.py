@@ -87,7 +87,7 @@ class Tune:
     key: str = key("optim.lr", "the configuration key that is tuned")
 
     def problems(self) -> list[Problem]:
-        """Return what is wrong with the grid, where each key by itself is valid."""
+        """Return problems of the grid that concern several keys or entries; each value is valid by itself."""
         if not self.grid:
             return []
         problems = []
@@ -144,8 +144,8 @@ class Experiment:
         return -1 if self.tune.metric == "primary" and self.primary_metric.better == "higher" else 1
 
     def measured_data_text(self, metric: str, part: Literal["selection", "report"]) -> str:
-        """Name the data that a metric is measured on: `all questions` for a primary metric of questions, else held-out
-        text. `selection` text chooses rates, `report` text gives results."""
+        """Name the data that a metric is measured on: `all questions` if it is a primary metric of questions. Else
+        return `selection text`, which chooses rates, or `report text`, which gives results."""
         is_primary = metric == self.primary_metric.metric
         return "all questions" if is_primary and self.declared_metric.units == "questions" else f"{part} text"
 
@@ -255,7 +255,7 @@ class Experiment:
 
     @cached_property
     def required_evaluations(self) -> dict[SizeArm, OptionsByKind]:
-        """Return evaluation options with the file's block `evaluate`, by size and arm, then by kind; {} without it."""
+        """Return all evaluation options after changes by `evaluate`, by (size, arm) and kind; {} without changes."""
         required = {}
         for size, arm in self.size_arms if self.evaluation_changes else ():
             config = self.measurement_config(self.example_config(size, arm))
@@ -279,7 +279,7 @@ class Experiment:
 
 def config_hash(config: Config) -> str:
     """Hash the keys that decide what a run learns and how it is measured, to eight hexadecimal digits. Null keys don't
-    count, so later keys don't change the hash. `Experiment.run_config` makes the paths of starting weights relative."""
+    count, so new keys of lm change no hash. `run_config` makes paths of weights relative, so folders may move."""
     text = json.dumps(result_deciding_keys(to_plain(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -545,8 +545,8 @@ def _check_experiment(experiment: Experiment) -> None:
 
 
 def _check_arms(experiment: Experiment, config_by_arm: dict[str, Config]) -> Iterator[Problem]:
-    """Check that the arms of a size differ, read the same data and are measured on the same sequences. Arms must branch
-    off at checkpoints that are kept."""
+    """Check that the arms of a size differ, read the same data and are measured on the same sequences. An arm that
+    starts from a checkpoint of its source, at `branch_step`, needs one that the source keeps."""
     metric, names = experiment.primary_metric.metric, dict[str, str]()
     baseline_sequences = _measured_sequence_options(experiment, config_by_arm[experiment.arms[0].name])
     for arm in experiment.arms:
@@ -583,7 +583,7 @@ def _kept_checkpoint_steps(config: Config) -> list[int]:
 
 def _check_tuning_table(experiment: Experiment) -> Iterator[Problem]:
     """Check that a tuning table is of the tuned key and has no seed of the final runs. In every size each tuned arm
-    must have ended runs in it. Their seeds must be those of the baseline's runs at the same rate, if it has any."""
+    must have ended runs in it. At a rate that the baseline has, too, both must have runs of the same seeds."""
     table, file = experiment.tuning_table, experiment.tune.table
     if wrong_keys := {*table["key"]} - {experiment.tune.key}:
         yield Problem("tune.key", experiment.tune.key, f"the table {file} is of {', '.join(sorted(wrong_keys))}")

@@ -108,7 +108,7 @@ def judge(frame: pd.DataFrame, question: Question) -> "Judgement":
 
     frame: a row for each unit of a run, such as a sequence, or one for the run; every arm has every seed at each of its
         rates. The rows of a run are consecutive, its units in the same order in all runs. An arm's runs are grouped by
-        rate, the rate that tuning chose first, and sorted by seed. Columns:
+        rate, and sorted by seed in each group. The first group has the rate that tuning chose. Columns:
 
         size, arm, rate, seed: of the run.
         state: one of RUN_STATES.
@@ -243,8 +243,8 @@ class Judgement:
         """Return the runs of an arm, and the runs of the baseline, each by learning rate.
 
         If the arm starts from the baseline's weights, only the baseline's runs at its judged rate are returned. If the
-        arm starts from random weights, the baseline's rates that the arm has, too, come first
-        (`Comparison.n_shared_rates`).
+        arm starts from random weights, rates at which both have runs come first among the baseline's, as
+        `Comparison.n_shared_rates` needs.
         """
         baseline = self.question.arms[0]
         arm_runs = self.runs_by_arm[size, arm]
@@ -259,8 +259,9 @@ class Judgement:
     def _divergence_obstacle(
         self, pair: tuple[Rate | None, Rate | None], arm_runs: RunsByRate, baseline_runs: RunsByRate
     ) -> Obstacle | None:
-        """Return the obstacle that diverged runs are to a verdict; None if no run diverged, or none of the arm has
-        ended. Runs count at the rates at which arm and baseline are judged (`pair`), and at those that tuning chose.
+        """Return the obstacle that diverged runs are to a verdict; None if no run diverged, or while no run of the arm
+        has ended. Only runs at two rates of arm and baseline count: the rate at which they are judged (`pair`), and the
+        rate that tuning chose.
         """
         chosen = [next(iter(runs.values())) for runs in (arm_runs, baseline_runs)]
         runs = dict.fromkeys(chain(arm_runs[pair[0]], baseline_runs[pair[1]], *chosen))
@@ -303,8 +304,9 @@ class Judgement:
 
     @cached_property
     def _difference_or_value_bounds(self) -> tuple[float, float] | None:
-        """Return the smallest and the largest possible difference of an accuracy to the baseline's or to the target.
-        Where runs are unpaired, return the smallest and the largest possible accuracy. None for other metrics.
+        """Return the lowest and the highest value that an accuracy allows for what is judged; None for other metrics.
+        If runs are paired, this is the difference from the baseline or from the target. If runs are unpaired, it is the
+        accuracy itself.
 
         A metric counts as an accuracy if higher is better and the values of all runs lie within 0 and 1.
         """
@@ -493,12 +495,14 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
 
     The result has two standard deviations with 95 % intervals, pooled over arms. `single_runs` is that of single runs.
     `paired_differences` is that of differences between two arms' runs of one seed, over the seeds that all arms of a
-    size share. `smallest_difference` holds the differences that some numbers of seeds detect, by design.
+    size share. `smallest_difference` has, for some numbers of seeds, the smallest difference that they detect, in each
+    design (such as paired or unpaired).
 
     Args:
         runs: a row for each arm of a size, a column for each seed.
         is_paired: whether columns are known seeds, so that runs of two arms can be paired.
-        difference: a difference; the result then has the numbers of seeds that detect it (`seeds_needed`), by design.
+        difference: a difference; the result then has the number of seeds that detects it in each design
+            (`seeds_needed`).
     """
     degrees = runs.count(axis=1) - 1
     largest = float(runs.abs().max(axis=None))

@@ -272,8 +272,8 @@ class Procedure:
         return frame.astype(dict.fromkeys(metrics, float))
 
     def notes(self) -> list[str]:
-        """Return sentences on what limits the verdicts: changes since the plan; arms whose runs, rates or tokens
-        differ."""
+        """Return sentences on what limits the verdicts: changes since the plan, and differences between arms in their
+        runs, rates or training tokens."""
         experiment = self.experiment
         notes = [*self.plan_notes, *describe_run_differences((run.arm, run.outcome) for run in self.known_runs())]
         for size in experiment.sizes:
@@ -494,8 +494,9 @@ def mean_cost(costs: Sequence[float]) -> float:
 
 
 def remaining_commands(run: Run) -> list[list[str]]:
-    """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The
-    configuration that training reads is written beside the run's log. Each command can be stopped and started again.
+    """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. This function
+    also writes the configuration file that `lm train` reads, beside the run's log. Each command can be stopped and
+    started again.
     """
     if run.outcome.has_ended:
         return []

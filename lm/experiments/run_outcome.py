@@ -78,7 +78,8 @@ def units_of_part(units: pd.DataFrame, part: Literal["selects", "reports"]) -> p
 
 
 class DueEvaluations(NamedTuple):
-    """Holds the evaluations that are due at the last step of a run, as `Outcome` takes them."""
+    """Holds the evaluations that are due at the last step of a run, by its schedule or by the experiment's block
+    `evaluate`. The fields are arguments of `Outcome`."""
 
     scheduled_evaluations: list[str]  # kinds of evaluation that are scheduled then, without validation
     required_evaluations: OptionsByKind  # the options that `evaluate` asks for
@@ -214,9 +215,9 @@ class Outcome:
 
     @cached_property
     def has_required_evaluations(self) -> bool:
-        """Return whether each evaluation in `required_evaluations` was made at the last step with these options.
-        If `required_evaluations` is empty, return False only if the primary metric was measured with other options
-        than the run's own.
+        """Return whether each evaluation in `required_evaluations` was made at the last step, with the options that are
+        required. If `required_evaluations` is empty, return True unless the primary metric was measured with options
+        that differ from the run's.
         """
         if not self.required_evaluations:
             measurement = self.evaluation_of(self.primary_metric_name)
@@ -265,8 +266,8 @@ class Outcome:
         return evaluations
 
     def _check_against_log(self, path: Path, evaluation: Evaluation) -> None:
-        """Check that an evaluation has the means that training has logged, up to the rounding of other hardware. Raises
-        RunError: a mean differs.
+        """Check that an evaluation's means of metrics equal those that training logged at its step, up to the rounding
+        of other hardware. Raises RunError: a mean differs.
         """
         logged = {name: value for line in self.log_lines if line.get("step") == evaluation.step
                   for name, value in line.items() if isinstance(value, int | float)}  # fmt: skip

@@ -106,8 +106,9 @@ def table_noise(
     seed_column: str,
     difference: float | None,
 ) -> dict[str, Plain]:
-    """Measure how much runs of a table differ between seeds, as `measure_noise` does. Lines count that satisfy
-    `condition`, an expression of `pandas.DataFrame.eval` such as `step == 500`. `source` names the table in errors.
+    """Measure how much runs of a table differ between seeds, as `measure_noise` does. Only rows that satisfy
+    `condition` count, an expression of `pandas.DataFrame.eval` such as `step == 500`. `source` names the table in
+    errors.
 
     Runs that have not finished don't count. If `difference` is a number, the result also says how many seeds of each
     arm detect a difference that large. Raises RunError: the table is wrong, or no arm has two finished runs.
@@ -135,9 +136,9 @@ def read_runs(
 ) -> tuple[pd.DataFrame, PrimaryMetric]:
     """Return the checked rows of the runs of a table, with the columns that docs/experiments.md names, and the metric.
 
-    Rows that chose a rate (`tune` in the column `stage`, or `selects` in the column `part`) are left out. In the
-    returned metric, a name that `primary` lacks comes from the rows. The better direction is the argument `better`,
-    else the entry of the column `better`, else lower.
+    Rows that chose a rate (`tune` in the column `stage`, or `selects` in the column `part`) are left out. If `primary`
+    does not name the metric, the returned metric takes its name from the column `metric`. The better direction is the
+    argument `better`, else the entry of the column `better`, else lower.
 
     Unless `is_paired`, the columns of arms and seeds may be missing: without arms all runs are one arm, without seeds
     each row is a run. Other arguments and errors are as for `judge_table`.
@@ -312,7 +313,7 @@ def _better_direction(rows: pd.DataFrame, better: BetterDirection | None, source
 def _check_seeds(
     frame: pd.DataFrame, size_arms: Iterable[SizeArm], seeds: list[Plain], is_paired: bool, source: str
 ) -> None:
-    """Raise RunError unless every arm of a size has runs, and of all seeds if arms are paired."""
+    """Raise RunError if an arm of a size has no run, or if runs are paired and it lacks one of `seeds`."""
     seeds_by_arm = frame.groupby(["size", "arm"], sort=False)["seed"].agg(set)
     for size, arm in size_arms:
         name = ", ".join(filter(None, (arm, size)))

@@ -223,8 +223,9 @@ class Cluster:
         return f"local on {socket.gethostname()}" if self.engine == "local" else self.engine
 
     def submit(self, function: Callable[[], object], nodes: int = 1, devices: int = 1) -> "Job":
-        """Submit a job that calls `function`, on several nodes once for each of the `devices` of each node. Returns the
-        job, whose result is that of the first call. Raises RunError: the scheduler refuses.
+        """Submit a job that calls `function`: once on a single node, and on several nodes once for each of the
+        `devices` of each node. Returns the job, whose result is that of the first call. Raises RunError: the scheduler
+        refuses.
         """
         # A job of this machine inherits the blocked signals: Ctrl-C and a closed terminal are to stop this process
         # alone.
@@ -477,8 +478,8 @@ class ExperimentTrainer:
 
     def _result_text(self, run: Run, outcome: Outcome) -> str:
         """Describe a tuning run by the metric that chooses rates, a final run by the primary metric. Both are means
-        over the held-out documents that choose rates, or for an accuracy over all questions. Return `finished` if no
-        such document is left."""
+        over the held-out documents that choose rates; a metric of questions is a mean over all questions. Return
+        `finished` if no such document is left."""
         experiment = self.procedure.experiment
         name = experiment.rate_choice_metric if run.stage == "tune" else experiment.primary_metric.metric
         try:
