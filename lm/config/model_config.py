@@ -228,8 +228,8 @@ class AttentionBlock:
         """Return {key: value} of the options of `model` that may be null. All configurations of the same model have the
         same result.
 
-        Each null is replaced by the value that it stands for. `mlp_bias` is treated the other way round: it becomes
-        None if it equals `bias`.
+        Each null is replaced by the value that it stands for. The exception is `mlp_bias`: a value that equals `bias`,
+        for which null stands, is replaced by null.
         """
         return {
             "n_kv_head": model.kv_heads,
