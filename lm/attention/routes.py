@@ -65,8 +65,8 @@ def gradient_before_division(grad: Tensor, dtype: torch.dtype, output: Tensor, s
 # ---------------------------------------------------------------- softmax
 
 
-# most tokens of a short sequence; for longer ones the fused kernel is as fast, and does not keep the T x T weights
-MAX_SHORT_LENGTH = 512
+# most keys that `block_softmax` takes on a CPU; with more, the fused kernel is as fast, and keeps no T x T weights
+MAX_BLOCK_SOFTMAX_LENGTH = 512
 SOFTMAX_BLOCK_QUERIES = 64  # queries of a block
 MAX_SOFTMAX_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how many heads a block has
 # PyTorch's fused kernel on a CPU takes a mask beside `is_causal`, as the public function doesn't; None: it isn't there
@@ -85,7 +85,7 @@ def fused_softmax(
     """
     scale, width, causal = 1 / math.sqrt(q.size(-1)), v.size(-1), layout.mask_is_triangular and mask is None
     in_order = (layout.mask_is_triangular or layout.mask_is_triangle_end) and mask is None and v.device.type == "cpu"
-    if in_order and k.size(2) <= MAX_SHORT_LENGTH:
+    if in_order and k.size(2) <= MAX_BLOCK_SOFTMAX_LENGTH:
         return block_softmax(q, k, v, scale, key_bias=key_bias)
     if key_bias is not None:
         q, k = q.to(v.dtype), k.to(v.dtype)

@@ -13,7 +13,7 @@ from pathlib import Path
 from lm.attention.options import Options
 from lm.config import presets
 from lm.config.normalizers import NORMALIZER_OPTIONS, LayerList
-from lm.config.schema import build_block, build_named_block, cross_key_problems, effect_at, fields_at
+from lm.config.schema import build_block, build_named_block, cross_key_problems, effect_at, fields_along_path
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, dump_yaml, parse_yaml, resolve_interpolations
 from lm.errors import ConfigError, Problem, abbreviate, one_line, value_text
@@ -48,7 +48,7 @@ def config_problems(config: Config) -> Iterator[Problem]:
         yield Problem("trainer.tokens_per_parameter", trainer.tokens_per_parameter, reason, "drop one")
     if trainer.max_steps:
         yield from empty_phase_problems(config)
-    normalizers = [phase.normalizer for phase in config.training_phases]
+    normalizers = [phase.normalizer for phase in config.phases_or_default]
     for kind, options in config.eval.non_null_kind_options.items():
         conflicts = []
         # checked even if the evaluation is off, as other values are
@@ -87,7 +87,7 @@ def empty_phase_problems(config: Config) -> Iterator[Problem]:
         if end <= start:
             path, steps = f"phases[{index}].until", config.trainer.max_steps
             reason = f"leaves the phase no step after step {start} of trainer.max_steps = {steps}"
-            yield Problem(path, config.training_phases[index].until, reason, "raise it, or train for more steps")
+            yield Problem(path, config.phases_or_default[index].until, reason, "raise it, or train for more steps")
 
 
 def phase_problems(config: Config) -> Iterator[Problem]:
@@ -285,7 +285,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         if not sign or not all(path.split(".")):
             raise ConfigError(f"{short_override}: not an override; write key=value, e.g. optim.lr=3e-4")
         # of other types, an empty value is null
-        is_empty = not text and (specs := fields_at(Config, path)) and specs[-1].type is str
+        is_empty = not text and (specs := fields_along_path(Config, path)) and specs[-1].type is str
         if re.search(r"^[^'\"]* #", text):
             raise ConfigError(f"{short_override}: ' #' begins a comment in YAML; quote the value, {path}='\"...\"'")
         blocks.append({path: "" if is_empty else parse_yaml(text, short_override)})
@@ -340,7 +340,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     result = dict(base)
     for name, value in changes.items():
         path = f"{prefix}{name}"
-        old, specs, excluded_key = result.get(name), fields_at(Config, path), KEY_EXCLUSIONS.get(path)
+        old, specs, excluded_key = result.get(name), fields_along_path(Config, path), KEY_EXCLUSIONS.get(path)
         if excluded_key and value and excluded_key not in changes:
             result.pop(excluded_key, None)
         if value is None and is_config_block(old) and (not specs or specs[-1].metadata.get("default", "") is not None):

@@ -96,7 +96,7 @@ def section(
     return variant({"": block_class}, default, help, effect, user_settable=user_settable)
 
 
-def fields_at(block_class: type, path: str) -> list[Field]:
+def fields_along_path(block_class: type, path: str) -> list[Field]:
     """Return the fields along a dotted path such as `a[0].b`, the outermost first. Return [] if a block whose dataclass
     is fixed has no such key.
 
@@ -124,7 +124,7 @@ def effect_at(block_class: type, path: str) -> Effect | None:
     a field declares what a key `affects` but not `on_resume`, the latter follows. It is `same` (a resumed run must keep
     the value) if the key affects model, training or seed, else `free` (the run may change it).
     """
-    specs, entries = fields_at(block_class, path), {}
+    specs, entries = fields_along_path(block_class, path), {}
     for changes in (spec.metadata["effect"] or {} for spec in specs):
         if affects := changes.get("affects"):
             entries["on_resume"] = "same" if affects in ("model", "training", "seed") else "free"
@@ -173,7 +173,7 @@ def _key_advice(block_class: type, name: str, choices: BlockClasses, path: str) 
     """
     if ":" in name:
         return "write a space after the colon"
-    if owners := [choice for choice, options in choices.items() if fields_at(options, name)]:
+    if owners := [choice for choice, options in choices.items() if fields_along_path(options, name)]:
         return f"it is an option of {', '.join(owners)}, not of {block_class.name}"
     paths = [*dict.fromkeys(_key_paths(block_class))]
     match = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in paths], n=1)

@@ -127,7 +127,7 @@ class Config:
         return self.eval.every or max(1, self.trainer.max_steps // 20)
 
     @property
-    def training_phases(self) -> list[Phase]:
+    def phases_or_default(self) -> list[Phase]:
         """Return the phases of training: the key `phases`, or if that is empty a single phase with
         `model.normalizer`.
         """
@@ -136,44 +136,44 @@ class Config:
     @property
     def normalizer_names(self) -> set[str]:
         """Return the names of the normalizers of all layers and phases."""
-        return {options.name for phase in self.training_phases for options in phase.normalizer.layer_options()}
+        return {options.name for phase in self.phases_or_default for options in phase.normalizer.layer_options()}
 
     @property
     def phase_ends(self) -> list[int]:
-        """Return the number of optimizer steps that are done at the end of each phase of `training_phases`."""
-        return [round(phase.until * self.trainer.max_steps) for phase in self.training_phases]
+        """Return the number of optimizer steps that are done at the end of each phase of `phases_or_default`."""
+        return [round(phase.until * self.trainer.max_steps) for phase in self.phases_or_default]
 
     def phase_index(self, step: int) -> int:
-        """Return the index in `training_phases` of the phase in which training is after `step` steps. After all steps,
-        return the last index.
+        """Return the index in `phases_or_default` of the phase in which training is after `step` steps. After all
+        steps, return the last index.
         """
-        return min(bisect_right(self.phase_ends, step), len(self.training_phases) - 1)
+        return min(bisect_right(self.phase_ends, step), len(self.phases_or_default) - 1)
 
     def model_in_phase(self, phase_index: int) -> ModelConfig:
-        """Return the decoder's options in a phase of `training_phases`, with this phase's normalizer and positions.
+        """Return the decoder's options in a phase of `phases_or_default`, with this phase's normalizer and positions.
         Formulas of normalizers and positions take `data.seq_len` as the training length in all phases, also in a phase
         that has a `seq_len` of its own.
         """
-        positions = [entry.position for entry in self.training_phases[: phase_index + 1] if entry.position]
+        positions = [entry.position for entry in self.phases_or_default[: phase_index + 1] if entry.position]
         position = positions[-1] if positions else self.model.position
-        return replace(self.model, normalizer=self.training_phases[phase_index].normalizer, position=position)
+        return replace(self.model, normalizer=self.phases_or_default[phase_index].normalizer, position=position)
 
     def with_phase_seq_len(self, phase_index: int) -> "Config":
         """Return the configuration with a phase's sequence length in `data.seq_len`, by which training reads data."""
-        lengths = [entry.seq_len for entry in self.training_phases[: phase_index + 1] if entry.seq_len]
+        lengths = [entry.seq_len for entry in self.phases_or_default[: phase_index + 1] if entry.seq_len]
         return replace(self, data=replace(self.data, seq_len=lengths[-1])) if lengths else self
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, 0-based, times the learning-rate factor of the step's
         phase.
         """
-        return self.optim.lr_at(step, self.trainer.max_steps) * self.training_phases[self.phase_index(step)].lr_factor
+        return self.optim.lr_at(step, self.trainer.max_steps) * self.phases_or_default[self.phase_index(step)].lr_factor
 
 
 # ---------------------------------------------------------------- one form for equal configurations
 
 
-def canonical_config(config: dict[str, Plain]) -> dict[str, Plain]:
+def resolve_null_model_keys(config: dict[str, Plain]) -> dict[str, Plain]:
     """Return a configuration (plain data, as in config.yaml) in a canonical form: configurations of one model have
     equal `model` blocks.
 
@@ -210,7 +210,7 @@ def config_differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -
     resolved value. If the `name` of a block differs, other options of the block are left out.
     """
     flat_configs = [flatten(config) for config in (config_a, config_b)]
-    resolved_configs = [flatten(canonical_config(config)) for config in (config_a, config_b)]
+    resolved_configs = [flatten(resolve_null_model_keys(config)) for config in (config_a, config_b)]
     values = {
         key: tuple(config.get(key) for config in resolved_configs) for key in resolved_configs[0] | resolved_configs[1]
     }
@@ -252,7 +252,7 @@ def keys_recorded_at_each_start() -> tuple[str, ...]:
 
 def model_function_options(model: ModelConfig) -> dict[str, Plain]:
     """Return {dotted path within `model`: value} of the options that determine which function a model's weights
-    compute. The values are as `canonical_config` gives them.
+    compute. The values are as `resolve_null_model_keys` gives them.
     """
-    plain = canonical_config({"model": to_plain(model)})["model"]
+    plain = resolve_null_model_keys({"model": to_plain(model)})["model"]
     return {path: value for path, value in flatten(plain).items() if key_effect(f"model.{path}").affects == "model"}

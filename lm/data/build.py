@@ -213,8 +213,8 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
         documents = _read_scanned_documents(data, store.parent, scan, is_missing) if is_missing.any() else iter(())
         with closing(encode_documents(documents, tokenizer, data.tokenizer.end_of_text)) as tokenized_documents:
             for number, group in groupby(tokenized_documents, key=lambda item: shard_numbers[item[0].index]):
-                paths = {TRAIN: shard_path(store, "train", number), VAL: shard_path(store, "val", number)}
-                omitted = _write_shard(paths, scan.assignment, group, data.on_error, bar.update)
+                path_by_assignment = {TRAIN: shard_path(store, "train", number), VAL: shard_path(store, "val", number)}
+                omitted = _write_shard(path_by_assignment, scan.assignment, group, data.on_error, bar.update)
                 write_store_file(list_paths[number], json_bytes(omitted))
     splits = np.unique(scan.assignment[is_stored])
     for path in list_paths.values():
@@ -227,7 +227,7 @@ def _write_shards(data: DataConfig, store: Path, scan: Scan, tokenizer: "Tokeniz
 
 
 def _write_shard(
-    paths: dict[int, Path],
+    path_by_assignment: dict[int, Path],
     assignment: np.ndarray,
     tokenized_documents: Iterator[TokenizedDocument],
     on_error: str,
@@ -236,13 +236,16 @@ def _write_shard(
     """Write the tokens of each document to the file of its split. Return [index, reason] of each document that can't be
     decoded from its tokens.
 
-    `paths` has the file of each split, by the split's number; `assignment` says for each document the number of its
-    split. `advance` is called with the bytes of each document, or of each piece of a long one. If `on_error` is `fail`,
-    the first document that can't be decoded raises UnreadableError.
+    `path_by_assignment` has the file of each split, by the split's number; `assignment` says for each document the
+    number of its split. `advance` is called with the bytes of each document, or of each piece of a long one. If
+    `on_error` is `fail`, the first document that can't be decoded raises UnreadableError.
     """
     omitted: dict[int, str] = {}
     with ExitStack() as stack:
-        files = {split: stack.enter_context(replace_file(path, STORE_NAME_IN_ERRORS)) for split, path in paths.items()}
+        files = {
+            split: stack.enter_context(replace_file(path, STORE_NAME_IN_ERRORS))
+            for split, path in path_by_assignment.items()
+        }
         for document, tokens in tokenized_documents:
             advance(document.n_bytes)
             file = files[assignment[document.index]]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lm.config.tree import Config  # imports torch, without which a store can be prepared
 
 
-def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "") -> Store:
+def prepare(data: DataConfig, progress: bool = False, preferred_fingerprint: str = "") -> Store:
     """Open the token store of a configuration. If it does not exist, build it first, or finish an interrupted
     preparation.
 
@@ -30,12 +30,12 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
     Args:
         progress: print progress (stderr) and a summary (stdout).
-        store_fingerprint: a store in `data.root` with this `Store.fingerprint` is opened, whether or not its sources
-            still exist.
+        preferred_fingerprint: a store in `data.root` with this `Store.fingerprint` is opened if there is one, whether
+            or not its sources still exist.
 
     Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
-    store = find_store(data, store_fingerprint) if store_fingerprint else None
+    store = find_store(data, preferred_fingerprint) if preferred_fingerprint else None
     if store is None:
         store = Store.open(_find_or_build_folder(data, Progress("auto" if progress else "none")))
     if progress:

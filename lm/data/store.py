@@ -232,14 +232,14 @@ def write_offsets_and_token_bytes(
     tokenizer: "Tokenizer",
     end_of_text: str,
     sources: dict[str, list[SourceCounts]],
-    predicted_counts_by_split: Mapping[str, np.ndarray] | None = None,
+    answer_counts_by_split: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Plain]:
     """Write the offsets of the documents whose shards are in `folder`, and the number of bytes of each token. Return
     the manifest's entries on vocabulary, splits and files.
 
     Args:
         sources: the numbers of documents and bytes of each source in each split.
-        predicted_counts_by_split: for a store of symbols, how often each symbol is a target in each split, (V,); each
+        answer_counts_by_split: for a store of symbols, how often each symbol is in an answer in each split, (V,); each
             symbol counts as one byte. None: the store holds text, and a token is a target as often as it occurs.
     """
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
@@ -260,11 +260,11 @@ def write_offsets_and_token_bytes(
             ],
         }
     for name in SPLITS:
-        counts_by_split = predicted_counts_by_split or token_counts
+        counts_by_split = answer_counts_by_split or token_counts
         splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(counts_by_split[name], counts_by_split["train"])
     total_counts, n_bytes = sum(token_counts.values()), sum(split["n_bytes"] for split in splits.values())
     bytes_per_token, origin = count_token_bytes(tokenizer), "exact"
-    if predicted_counts_by_split:
+    if answer_counts_by_split:
         bytes_per_token, origin = np.ones(size, np.float32), "one a symbol"
     elif bytes_per_token is None or int(total_counts @ bytes_per_token.astype(np.int64)) != n_bytes:
         origin = "corpus mean"

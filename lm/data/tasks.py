@@ -51,7 +51,7 @@ class Example:
     answer_spans: np.ndarray  # (Q, 2) int64: the span of the answer to each question, in order
     evidence_spans: np.ndarray  # (Q, 2) int64: the span that shows each answer; (0, 0) for an answer that is not shown
     # (Q, 2) int64: the span of each evidence and its key, mark or sentence; (0, 0) without evidence
-    needle_spans: np.ndarray
+    asked_needle_spans: np.ndarray
 
     @property
     def answer_mask(self) -> np.ndarray:

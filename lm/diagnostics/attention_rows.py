@@ -267,9 +267,9 @@ class MeasuredValues(NamedTuple):
     is not defined.
     """
 
-    visible_keys_by_layer: np.ndarray  # (N, layers, T), the number of keys that each query sees
+    n_visible_keys_by_query: np.ndarray  # (N, layers, T), the number of keys that each query sees
     by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`
-    by_head: dict[str, np.ndarray]  # (layers, H) for each `HeadStatistic`
+    pooled_by_head: dict[str, np.ndarray]  # (layers, H) for each `HeadStatistic`, of all sequences together
 
 
 Statistics = Sequence[Statistic | HeadStatistic]
@@ -344,11 +344,11 @@ class AttentionMeasurement:
         rows, sums = np.split(vectors, [math.prod(self.row_values_shape)], axis=1)
         n, *by_query = np.moveaxis(rows.reshape(len(vectors), *self.row_values_shape), 1, 0)
         by_sums = np.moveaxis(sums.reshape(len(vectors), *self.sums_shape).astype("f8"), 1, 0)
-        by_head = {
+        pooled_by_head = {
             each.name: each.reduce_sequence_sums(total)
             for each, total in zip(self.head_statistics, by_sums, strict=True)
         }
-        return MeasuredValues(n[:, :, 0], dict(zip(self.row_value_names[1:], by_query, strict=True)), by_head)
+        return MeasuredValues(n[:, :, 0], dict(zip(self.row_value_names[1:], by_query, strict=True)), pooled_by_head)
 
 
 def nan_mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:

@@ -75,7 +75,7 @@ class AnswerMeasurement(Measurement):
     gives the lengths, as multiples of the training length.
     """
 
-    measures_in_fp32, has_fixed_lengths = True, True
+    measures_in_fp32, ignores_train_length = True, True
     tasks: dict[str, Task]  # by name
     haystack: FillerText | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 

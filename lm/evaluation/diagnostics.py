@@ -191,18 +191,18 @@ def _statistic_rows(
     values_by_model: measured values by label, the trained model first.
     """
     trained, name = next(iter(values_by_model), ""), statistic.name
-    arrays = {model: (values.by_query | values.by_head)[name] for model, values in values_by_model.items()}
+    arrays = {model: (values.by_query | values.pooled_by_head)[name] for model, values in values_by_model.items()}
     if not any(np.isfinite(array).any() for array in arrays.values()):
         return
     has_curve = isinstance(statistic, Statistic) and statistic not in UNDEFINED_ROW_FRACTIONS
-    bins = half_octave_ranges(values_by_model[trained].visible_keys_by_layer, train_length) if has_curve else []
+    bins = half_octave_ranges(values_by_model[trained].n_visible_keys_by_query, train_length) if has_curve else []
     reported = {
         "title": f"Attention: {name}", "measured_on": "held-out sequences of diagnostics",
         "amount": f"{held_out.size_text}, {n_queries} queries each",
         "caption": f"{name} of attention weights, mean over heads",
     }  # fmt: skip
     for model, array in arrays.items():
-        n_visible_keys = values_by_model[model].visible_keys_by_layer
+        n_visible_keys = values_by_model[model].n_visible_keys_by_query
         head_metric = Metric(unit=statistic.unit, quantity=name, control=model != trained)
         document_metric = replace(head_metric, units="documents", interval=True)
         by_head = [(head_metric, nan_mean(array, (0, 3)) if array.ndim == 4 else array)]

@@ -165,7 +165,7 @@ def open_store(model: LoadedModel, config: Config, text_configs: Sequence[Path])
     )
     remedy = "set data.root to where the store is, start where the run was trained, or bring the sources back"
     try:
-        store = prepare(config.data, progress=True, store_fingerprint=fingerprint)
+        store = prepare(config.data, progress=True, preferred_fingerprint=fingerprint)
     except DataError as error:
         if find_store(config.data, fingerprint):  # raises its own error if the store is damaged
             raise

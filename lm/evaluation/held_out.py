@@ -395,7 +395,7 @@ class LossByLength(Measurement):
     mean loss for each length.
     """
 
-    kind, has_fixed_lengths = "by_length", True
+    kind, ignores_train_length = "by_length", True
     logged_metrics = (
         Metric("by_length/loss {LENGTH} {SETTING}", NATS, "lower", "loss on the same text, cut into sequences", "loss",
             "documents", True, LENGTH_AXIS, "Loss by sequence length", "stretches of held-out text",

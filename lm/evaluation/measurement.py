@@ -224,7 +224,8 @@ class Measurement(ABC):
     kind: ClassVar[str]  # key of the evaluation's options in `eval`
     logged_metrics: ClassVar[tuple[Metric, ...]] = ()  # metrics that it logs; words in braces differ between runs
     measures_in_fp32: ClassVar[bool] = False  # whether it measures in fp32, even if training is in bf16
-    has_fixed_lengths: ClassVar[bool] = False  # whether its sequences don't depend on the training length
+    # whether a metric's name, not the training length, says how long its sequences are
+    ignores_train_length: ClassVar[bool] = False
     held_out: Sequence[HeldOutSequences] = ()  # the held-out sequences that it reads, if it reads any
 
     def __init__(self, config: Config, store: Store | None):
@@ -258,7 +259,7 @@ class Measurement(ABC):
 
         Arms of an experiment that differ in them can't be compared.
         """
-        length = {} if cls.has_fixed_lengths else {"data.seq_len": config.data.seq_len}
+        length = {} if cls.ignores_train_length else {"data.seq_len": config.data.seq_len}
         return length | config.eval.measurement_options(cls.kind)
 
     @property

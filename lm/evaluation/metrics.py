@@ -63,14 +63,17 @@ MEASUREMENT_CLASSES = (  # in the order in which they are made; of callbacks las
 )  # fmt: skip
 
 
-def create_measurements(config: Config, store: Store, kinds: Sequence[str] | None = None) -> list[Measurement]:
-    """Return the measurements that `config.eval` asks for, the validation first; only those of `kinds` if it is given.
+def create_measurements(config: Config, store: Store, only_kinds: Sequence[str] | None = None) -> list[Measurement]:
+    """Return the measurements that `config.eval` asks for, the validation first; of `only_kinds` alone if it
+    is given.
 
     Raises LMError: the store does not hold the data that a measurement needs, or a package is not installed.
     """
     wanted = config.eval.wanted_kinds(config.data)
     return [
-        each(config, store) for each in MEASUREMENT_CLASSES if each.kind in wanted and each.kind in (kinds or wanted)
+        each(config, store)
+        for each in MEASUREMENT_CLASSES
+        if each.kind in wanted and each.kind in (only_kinds or wanted)
     ]
 
 

@@ -198,7 +198,7 @@ def start_experiment(experiment: Experiment, jobs: int = 1) -> Procedure:
     experiment, file = procedure.experiment, procedure.experiment.folder / EXPERIMENT_SETTINGS_FILE
     _check_held_out_text(experiment, store)
     trainer, recorded = experiment.first_config.trainer, _first_start_record(experiment)
-    has_measured_runs = has_final_evaluations(experiment)
+    has_measured_runs = has_any_final_evaluation(experiment)
     plan = None if has_measured_runs else present_plan(experiment)
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     settings |= recorded
@@ -217,7 +217,7 @@ def _check_held_out_text(experiment: Experiment, store: Store) -> None:
     ConfigError otherwise.
     """
     config = experiment.first_config
-    if not experiment.has_documents:
+    if not experiment.has_text_data:
         return
     labels = validation_sequences(store, config).document_labels
     chosen = model_selection_mask(store.fingerprint, labels)
@@ -260,7 +260,7 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 # ---------------------------------------------------------------- what was changed since the plan
 
 
-def has_final_evaluations(experiment: Experiment) -> bool:
+def has_any_final_evaluation(experiment: Experiment) -> bool:
     """Return whether the experiment's folder has an evaluation of a final run (a run that is judged), of any
     configuration."""
     configs = chain(*(experiment.folder.glob(pattern) for pattern in (f"*/{CONFIG_FILE}", f"*/*/{CONFIG_FILE}")))
@@ -293,7 +293,7 @@ def _note_plan_changes(procedure: Procedure, recorded: dict[str, Plain]) -> None
     baseline and all other changes concern all verdicts. Changes of tuning are noted, but make no verdict exploratory.
     """
     experiment, plan, present = procedure.experiment, recorded.get(PLAN_KEY), present_plan(procedure.experiment)
-    if plan == present or not has_final_evaluations(experiment):
+    if plan == present or not has_any_final_evaluation(experiment):
         return
     every_arm = frozenset((size, arm.name) for size, arm in experiment.size_arms)
     if plan is None:
@@ -351,7 +351,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
     yield f"{sum(counts.values())} runs{size_words}"
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
     ended_runs = [run for run in known_runs if run.outcome.has_ended]
-    ended = [(training_seconds(run), run_costs[run.size, run.arm].flops) for run in ended_runs] if run_costs else []
+    ended = [(finished_run_seconds(run), run_costs[run.size, run.arm].flops) for run in ended_runs] if run_costs else []
     if timed := [(seconds, run_flops) for seconds, run_flops in ended if seconds and run_flops]:
         all_seconds, timed_flops = map(sum, zip(*timed, strict=True))
         left_flops = flops - sum(run_flops for _, run_flops in ended)
@@ -400,7 +400,7 @@ def costs_by_arm(procedure: Procedure) -> dict[SizeArm, RunCost]:
     return costs_of_arms
 
 
-def training_seconds(run: Run) -> float:
+def finished_run_seconds(run: Run) -> float:
     """Return the seconds that a finished run took; 0 if it was not trained in one go, or its folder does not say."""
     folder = run.config.run_folder
     with suppress(RunError, KeyError, ValueError, OSError):

@@ -155,7 +155,7 @@ class Experiment:
         return find_metric(self.measurement_config(self.first_config), self.primary_metric.metric)[1]
 
     @property
-    def has_documents(self) -> bool:
+    def has_text_data(self) -> bool:
         """Return whether runs are measured on documents of a text, not on sequences of symbols."""
         return not self.first_config.data.symbolic
 

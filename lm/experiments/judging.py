@@ -186,7 +186,7 @@ class Judgement:
         rates = self.question.judged_rates[size] or {}
         return self.runs_by_arm.get((size, arm), {}).get(rates[arm], []) if arm in rates else []
 
-    def values_at_judged_rate(self, size: str, arm: str) -> np.ndarray:
+    def judged_values_or_inf(self, size: str, arm: str) -> np.ndarray:
         """Return the values of `runs_at_judged_rate`, infinite where a run has not finished."""
         return self.run_columns["value"][self.runs_at_judged_rate(size, arm)]
 
@@ -561,7 +561,7 @@ def seed_scatter_text(judgement: Judgement) -> str:
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.runs_at_judged_rate(*size_arm)]
     if not size_arms:
         return ""
-    values = [judgement.values_at_judged_rate(*size_arm) for size_arm in size_arms]
+    values = [judgement.judged_values_or_inf(*size_arm) for size_arm in size_arms]
     index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm"))
     if not (noise := measure_noise(pd.DataFrame(values, index).replace(math.inf, math.nan), True)):
         return ""

@@ -273,7 +273,7 @@ def seeds_table(judgement: Judgement, size: str) -> Table | None:
         columns.append((Column(arm, metric), words or ["no rate"] * len(question.seeds)))
     for arm in arms if len(runs[baseline]) else ():
         pairs = zip(
-            judgement.values_at_judged_rate(size, arm), judgement.values_at_judged_rate(size, baseline), strict=False
+            judgement.judged_values_or_inf(size, arm), judgement.judged_values_or_inf(size, baseline), strict=False
         )
         cells = [signed_text(a - b) if np.isfinite([a, b]).all() else None for a, b in pairs]
         columns.append((Column(f"{arm} - {baseline}", metric), cells or [None] * len(question.seeds)))
@@ -301,7 +301,7 @@ def trends_over_sizes(procedure: Procedure, judgement: Judgement) -> list[dict[s
     for arm in arms if amount_name else ():
         if not all(judgement.runs_at_judged_rate(size, name) for size in sizes for name in (arm, baseline)):
             continue
-        values = np.array([[judgement.values_at_judged_rate(size, name) for size in sizes] for name in (arm, baseline)])
+        values = np.array([[judgement.judged_values_or_inf(size, name) for size in sizes] for name in (arm, baseline)])
         with np.errstate(invalid="ignore"):
             differences = np.subtract(*values)
         differences = differences[:, np.isfinite(differences).all(0)]

@@ -346,7 +346,7 @@ class Procedure:
         outcome, metric = run.outcome, self.experiment.primary_metric.metric
         has_finished = outcome.state == "finished"
         units = pd.DataFrame({"value": [outcome.mean(metric, for_selection=False)], "weight": 1.0, "group": None})
-        if has_finished and self.experiment.has_documents:
+        if has_finished and self.experiment.has_text_data:
             measured = units_of_part(outcome.metric_values(metric), "reports")
             units = measured if (measured["part"] == "reports").any() else units
         note = outcome.loss_above_unigram_text if has_finished else outcome.divergence

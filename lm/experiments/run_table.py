@@ -151,8 +151,8 @@ def read_runs(
     columns = {"arm": arm_column, "seed": seed_column, "value": value}
     optional = () if is_paired else ("arm",) if {"unit", "sample"} & {*table} else ("arm", "seed")
     columns = {name: column for name, column in columns.items() if column in table or column not in optional}
-    names = *split_columns, *columns.values()
-    rows = _rows_to_judge(table, source, "" if value == metric else metric, condition, names)
+    required_columns = *split_columns, *columns.values()
+    rows = _rows_to_judge(table, source, "" if value == metric else metric, condition, required_columns)
     known = rows
     for name, use in (("stage", "tune"), ("part", "selects")):
         rows = rows[rows[name] != use] if name in rows else rows
@@ -339,13 +339,13 @@ def _unbeaten_level_texts(frame: pd.DataFrame, better: str) -> pd.Series:
 
 
 def _rows_to_judge(
-    table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]
+    table: pd.DataFrame, source: str, metric: str, condition: str, required_columns: tuple[str, ...]
 ) -> pd.DataFrame:
     """Select rows of `metric` that satisfy `condition`, an expression of `pandas.DataFrame.eval` such as `seed < 3`.
 
-    Raises RunError: no row does, or one of the columns `names` is missing. `source` names the table in errors.
+    Raises RunError: no row does, or one of `required_columns` is missing. `source` names the table in errors.
     """
-    if missing_names := [name for name in names if name not in table]:
+    if missing_names := [name for name in required_columns if name not in table]:
         remedy = "; name the column of seeds, or judge runs without seeds --unpaired" * ("seed" in missing_names)
         columns = ", ".join(map(str, table.columns)) or "none"
         raise RunError(f"{source}: has no column {', '.join(missing_names)}; there is {columns}{remedy}")

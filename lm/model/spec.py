@@ -97,7 +97,7 @@ def check_plugin_causality(config: Config) -> None:
     Raises ConfigError, which names the normalizer.
     """
     length = min(MAX_CAUSALITY_LENGTH, config.data.seq_len)
-    layers = [options for phase in config.training_phases for options in phase.normalizer.layer_options()]
+    layers = [options for phase in config.phases_or_default for options in phase.normalizer.layer_options()]
     for options in layers:
         if ":" not in options.name:
             continue

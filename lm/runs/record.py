@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from lm.config.tree import canonical_config, distinguishes_arms, keys_recorded_at_each_start
+from lm.config.tree import distinguishes_arms, keys_recorded_at_each_start, resolve_null_model_keys
 from lm.config.yaml_text import parse_yaml
 from lm.errors import yaml_scalar
 from lm.files import json_sha256
@@ -71,11 +71,13 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     """Return the settings that decide what a run learns, except its seed, as dotted keys. Runs with equal settings are
     one arm.
 
-    Equal models have equal settings (`lm.config.tree.canonical_config`). Precision, compilation and the number of steps
-    have the values that the run's starts used. Initial weights (`init_from`) and the run that this run branches from
-    (`branch_from`) are identified by their arm, not by their path.
+    Equal models have equal settings (`lm.config.tree.resolve_null_model_keys`). Precision, compilation and the number
+    of steps have the values that the run's starts used. Initial weights (`init_from`) and the run that this run
+    branches from (`branch_from`) are identified by their arm, not by their path.
     """
-    definition = {key: value for key, value in flatten(canonical_config(config)).items() if distinguishes_arms(key)}
+    definition = {
+        key: value for key, value in flatten(resolve_null_model_keys(config)).items() if distinguishes_arms(key)
+    }
     settings = {key: recorded_setting(environment, key.rpartition(".")[2]) for key in keys_recorded_at_each_start()}
     definition |= {key: value for key, value in settings.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}

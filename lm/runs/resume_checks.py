@@ -52,12 +52,12 @@ def _phase_problems(config: Config, training_config: Config, phase: int, step: i
     `training_config`, of the checkpoint's training. Phases after the checkpoint's phase, `phase`, may change.
     """
     problems = []
-    if phase >= len(config.training_phases):
+    if phase >= len(config.phases_or_default):
         reason = f"{checkpoint} is in phase {phase + 1}"
-        return [Problem("phases", len(config.training_phases), reason, "resume it with the phases it had")]
+        return [Problem("phases", len(config.phases_or_default), reason, "resume it with the phases it had")]
     for index in range(phase + 1):
         setting = f"phases[{index}]" if config.phases else "model"
-        planned, trained = config.training_phases[index], training_config.training_phases[index]
+        planned, trained = config.phases_or_default[index], training_config.phases_or_default[index]
         layers = range(training_config.model.n_layer)
         if any(planned.normalizer.options_of_layer(n) != trained.normalizer.options_of_layer(n) for n in layers):
             reason = f"the checkpoint was trained with {trained.normalizer.label()}"

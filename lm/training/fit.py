@@ -189,7 +189,9 @@ def train_phases(run: RunContext, start: PhaseStart, checkpoint: Path | None) ->
                 return 128 + run.stop_request.signal
             checkpoint = checkpoint_path(folder / CHECKPOINTS_FOLDER, step)
             start = start_from_checkpoint(config, load_checkpoint(checkpoint))
-            run.progress.say(f"phase {start.phase + 1} from step {step:,}: {config.training_phases[start.phase].label}")
+            run.progress.say(
+                f"phase {start.phase + 1} from step {step:,}: {config.phases_or_default[start.phase].label}"
+            )
 
 
 def make_trainer(run: RunContext, start: PhaseStart) -> L.Trainer:

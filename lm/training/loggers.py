@@ -155,7 +155,7 @@ def make_loggers(config: Config, environment: dict[str, Plain], is_main: bool) -
     if is_main and (mode := wandb_mode(config.log, bool(config.experiment.name))) != "disabled":
         facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_ENVIRONMENT_KEYS}
         # one text to group runs by, also of a list of normalizers and of phases
-        facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.training_phases)
+        facts["normalizer"] = ", then ".join(phase.normalizer.label() for phase in config.phases_or_default)
         labels = {"name": config.name, "dir": str(config.run_folder), **wandb_labels(config)}
         loggers.append(WandbRun(start_wandb_run(mode, environment["wandb_id"], config=facts, **labels)))
     loggers += outside

@@ -194,7 +194,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
     learning_rate = config.lr_at(step)
     phase_start = config.phase_ends[phase - 1] if phase else 0
     # warm-up of a new normalizer
-    warmup_factor = min(1.0, (step - phase_start + 1) / max(1, config.training_phases[phase].warmup_steps))
+    warmup_factor = min(1.0, (step - phase_start + 1) / max(1, config.phases_or_default[phase].warmup_steps))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_factor"] * (warmup_factor if group["name"] == "normalizer" else 1.0)
 

@@ -107,7 +107,7 @@ def _check_trainable(config: Config) -> None:
     otherwise.
     """
     problems, groups = [], set()
-    for index, phase in enumerate(config.training_phases):
+    for index, phase in enumerate(config.phases_or_default):
         freeze(shape := _valueless_decoder(config, index), config.train_only)
         trained = {parameter_group(name, p) for name, p in shape.named_parameters() if p.requires_grad}
         groups |= trained
@@ -148,7 +148,7 @@ def _changed_option_problems(
             for key, (value, old) in config_differences({"normalizer": options[0]}, {"normalizer": options[1]}).items()
             if not key.endswith(".init")
         }:
-            arguments = swap_arguments(config.training_phases[0].normalizer)
+            arguments = swap_arguments(config.phases_or_default[0].normalizer)
             remedy = f"set it to that, or convert it: lm swap {path} --to {arguments} -o OUT, then init_from=OUT"
             problems += [
                 Problem(key.replace("normalizer", setting, 1), value, f"{path} has {value_text(old)}", remedy)

@@ -43,9 +43,9 @@ def train(config: Config) -> int:
             checkpoint_content = load_checkpoint(checkpoint) if checkpoint else None
             config, initial_model = check_before_preparation(config, checkpoint, checkpoint_content)
             data_fingerprint = checkpoint_content["lm"]["data_fingerprint"] if checkpoint_content else ""
-            store = prepare(config.data, progress=is_main, store_fingerprint=data_fingerprint)
+            store = prepare(config.data, progress=is_main, preferred_fingerprint=data_fingerprint)
             config = with_steps(config, store.vocab_size)
-            for index, phase in enumerate(config.training_phases):
+            for index, phase in enumerate(config.phases_or_default):
                 key = f"phases[{index}].seq_len" if phase.seq_len else "data.seq_len"
                 check_text_lengths(store, config.with_phase_seq_len(index), key_in_error=key)
                 train_sequences(store, config.with_phase_seq_len(index))  # its tasks have room

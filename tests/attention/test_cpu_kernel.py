@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from lm.attention import cpu_kernel, kernels
 from lm.attention.cpu_kernel import TILE_KEYS, TILE_QUERIES, causal_softmax_no_grad
 from lm.attention.layout import AttentionLayout
-from lm.attention.routes import MAX_SHORT_LENGTH, fused_softmax
+from lm.attention.routes import MAX_BLOCK_SOFTMAX_LENGTH, fused_softmax
 
 BLOCK = 256  # keys of a block, KEYS in the source
 V = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
@@ -114,13 +114,13 @@ def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.Mo
         fused_softmax(x, x, x, layout or AttentionLayout.full(length))
         return calls == [1 / math.sqrt(8)]
 
-    assert taken(MAX_SHORT_LENGTH + 1)
-    assert not taken(MAX_SHORT_LENGTH)
-    assert not taken(MAX_SHORT_LENGTH + 1, torch.float32)
-    assert not taken(MAX_SHORT_LENGTH + 1, grad=True)
+    assert taken(MAX_BLOCK_SOFTMAX_LENGTH + 1)
+    assert not taken(MAX_BLOCK_SOFTMAX_LENGTH)
+    assert not taken(MAX_BLOCK_SOFTMAX_LENGTH + 1, torch.float32)
+    assert not taken(MAX_BLOCK_SOFTMAX_LENGTH + 1, grad=True)
     assert not taken(600, layout=AttentionLayout.from_document_lengths([300, 300]))
     with torch.no_grad():
-        assert taken(MAX_SHORT_LENGTH + 1, grad=True)
+        assert taken(MAX_BLOCK_SOFTMAX_LENGTH + 1, grad=True)
 
 
 def test_the_fused_kernel_takes_what_it_can_not_compute(monkeypatch: pytest.MonkeyPatch):

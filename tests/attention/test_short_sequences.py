@@ -12,13 +12,13 @@ from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.routes import (
-    MAX_SHORT_LENGTH,
+    MAX_BLOCK_SOFTMAX_LENGTH,
     SOFTMAX_BLOCK_QUERIES,
     block_softmax,
     fused_softmax,
 )
 
-LENGTHS = (1, 2, SOFTMAX_BLOCK_QUERIES - 1, SOFTMAX_BLOCK_QUERIES, SOFTMAX_BLOCK_QUERIES + 1, 257, MAX_SHORT_LENGTH)
+LENGTHS = (1, 2, *range(SOFTMAX_BLOCK_QUERIES - 1, SOFTMAX_BLOCK_QUERIES + 2), 257, MAX_BLOCK_SOFTMAX_LENGTH)
 
 
 def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
@@ -75,7 +75,7 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
         assert (actual - true).norm() <= 1.02 * (reference - true).norm() + 1e-12 * true.norm()
 
 
-@pytest.mark.parametrize("length", [64, 256, MAX_SHORT_LENGTH])
+@pytest.mark.parametrize("length", [64, 256, MAX_BLOCK_SOFTMAX_LENGTH])
 def test_under_autocast_it_is_nearer_to_fp64_than_the_kernel(length: int):
     """Queries and keys come in fp32, as RoPE leaves them; the kernel rounds them to bf16."""
     q, k, v, grad = inputs(length, 32, 32)
@@ -88,11 +88,11 @@ def test_under_autocast_it_is_nearer_to_fp64_than_the_kernel(length: int):
         assert (a - true).norm() < (b - true).norm()
 
 
-@pytest.mark.parametrize("length", [MAX_SHORT_LENGTH, MAX_SHORT_LENGTH + 1])
+@pytest.mark.parametrize("length", [MAX_BLOCK_SOFTMAX_LENGTH, MAX_BLOCK_SOFTMAX_LENGTH + 1])
 def test_longer_sequences_take_the_kernel(length: int, monkeypatch: pytest.MonkeyPatch):
     q, k, v, _ = inputs(length, 8, 8)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_, **__: torch.tensor(1.0))
-    assert (fused_softmax(q, k, v, AttentionLayout.full(length)).dim() == 0) == (length > MAX_SHORT_LENGTH)
+    assert (fused_softmax(q, k, v, AttentionLayout.full(length)).dim() == 0) == (length > MAX_BLOCK_SOFTMAX_LENGTH)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(2, []), (64, [False]), (128, [True])])

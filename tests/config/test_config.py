@@ -11,7 +11,7 @@ from lm.config.data_config import FileSource
 from lm.config.eval_config import InferenceSetting, InferenceYarn
 from lm.config.load import load_config, merge, parse_config, to_yaml
 from lm.config.reference import reference_rows
-from lm.config.schema import fields_at
+from lm.config.schema import fields_along_path
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml, yaml_override
 from lm.errors import ConfigError
@@ -26,12 +26,12 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 def has_names(path: str) -> bool:
     """Whether a key's block has a `name`, which picks its options."""
-    metadata = fields_at(Config, path)[-1].metadata
+    metadata = fields_along_path(Config, path)[-1].metadata
     return "" not in metadata.get("blocks", [""]) and not isinstance(metadata["default"], list | dict)
 
 
 def default_name(path: str) -> str:
-    return fields_at(Config, path)[-1].metadata["default"]
+    return fields_along_path(Config, path)[-1].metadata["default"]
 
 
 def problems(*arguments: str) -> dict[str, str]:

@@ -86,7 +86,7 @@ def loaded(folder: Path, text: str) -> Config | None:
         return None
     assert config.micro_batch > 0
     # None: known with the vocabulary
-    assert config.trainer.max_steps is None or len(config.phase_ends) == len(config.training_phases)
+    assert config.trainer.max_steps is None or len(config.phase_ends) == len(config.phases_or_default)
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config([str(path)]) == config
     assert parse_config(to_plain(config)) == config

@@ -39,7 +39,7 @@ def test_training_and_test_sequences_of_recall_share_no_pair_if_asked(index: int
     for subset in ("train", "test"):
         sequence = make_example(task, 1, index, 64, subset)
         keys, values = (
-            sequence.tokens[sequence.needle_spans[:, 0]],
+            sequence.tokens[sequence.asked_needle_spans[:, 0]],
             sequence.tokens[sequence.evidence_spans[:, 0]] - task.keys,
         )
         assert (((keys + values) % 8 == 0) == (subset == "test")).all()
@@ -56,9 +56,9 @@ def test_training_and_test_sequences_of_recall_share_no_list_of_pairs(index: int
     for subset in ("train", "test"):
         for number in range(index % 2**40, index % 2**40 + 40):
             sequence = make_example(task, 1, number, 24, subset)
-            order = np.argsort(sequence.needle_spans[:, 0])
+            order = np.argsort(sequence.asked_needle_spans[:, 0])
             keys, values = (
-                sequence.tokens[sequence.needle_spans[order, 0]],
+                sequence.tokens[sequence.asked_needle_spans[order, 0]],
                 sequence.tokens[sequence.evidence_spans[order, 0]],
             )
             lists.setdefault(subset, set()).add((*keys.tolist(), *values.tolist()))

@@ -49,12 +49,12 @@ def check(task: Task, sequence: Example, length: int) -> None:
     """What holds for a sequence of every task."""
     assert sequence.tokens.shape == (length + 1,)
     assert sequence.tokens.dtype == np.int64
-    assert sequence.answer_spans.shape == sequence.evidence_spans.shape == sequence.needle_spans.shape
+    assert sequence.answer_spans.shape == sequence.evidence_spans.shape == sequence.asked_needle_spans.shape
     assert (sequence.answer_spans[:, 0] >= 1).all()
     assert sequence.answer_spans[-1, 1] == length + 1, "a sequence ends with an answer"
     assert sequence.answer_mask.sum() == (sequence.answer_spans[:, 1] - sequence.answer_spans[:, 0]).sum()
     for (start, stop), (begin, end), (first, last) in zip(
-        sequence.answer_spans, sequence.evidence_spans, sequence.needle_spans, strict=True
+        sequence.answer_spans, sequence.evidence_spans, sequence.asked_needle_spans, strict=True
     ):
         assert sequence.answer_mask[start - 1 : stop - 1].all()
         if end:
@@ -188,7 +188,7 @@ def test_the_needle_lies_at_its_depth_to_the_token(text: FillerText, depth: floa
     asking = text.encode("\nWhat is the special magic")
     for index in range(5):
         sequence = make_example(Needle(depth=depth), 1, index, length, "train", text)
-        (start, stop), question = sequence.needle_spans[0], sequence.answer_spans[0]
+        (start, stop), question = sequence.asked_needle_spans[0], sequence.answer_spans[0]
         end = next(
             place
             for place in range(question[0] - len(asking), 0, -1)
@@ -251,7 +251,7 @@ def test_needles_and_their_questions_say_what_they_should(text: FillerText, inde
     sequence = make_example(task, 1, index, 600, "test", text)
     assert text.decode(sequence.tokens).count("The special magic") == 5
     for (first, last), (begin, end), number in zip(
-        sequence.needle_spans, sequence.evidence_spans, numbers_of(text, sequence), strict=True
+        sequence.asked_needle_spans, sequence.evidence_spans, numbers_of(text, sequence), strict=True
     ):
         sentence = text.decode(sequence.tokens[first:last])
         city = sentence.removeprefix(" The special magic ").partition(" number")[0]

@@ -172,7 +172,7 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
                     expected |= moments(normalizer.score_map, without_decay, slope, is_first)
                 if "S, closed form" in expected:
                     expected["S minus closed form"] = expected["S"] - expected["S, closed form"]
-                assert values.visible_keys_by_layer[0, block.layer, query] == expected.pop("n")
+                assert values.n_visible_keys_by_query[0, block.layer, query] == expected.pop("n")
                 for name, value in expected.items():
                     if "entropy" in name and (row < 0).any():
                         continue
@@ -234,7 +234,7 @@ def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_
             assert last == [[name == NO_WEIGHT_FRACTION, name == NOT_FINITE_FRACTION]] * 2
         else:
             assert np.isnan(last).all(), name
-    assert values.visible_keys_by_layer[0, 0, -1] == LENGTH
+    assert values.n_visible_keys_by_query[0, 0, -1] == LENGTH
 
 
 def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
@@ -285,15 +285,14 @@ def test_a_description_is_of_the_model_and_the_untrained_one_under_each_setting(
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)
             (sample,) = number.points
             assert np.average(sample.values, weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
-            n = np.broadcast_to(values.visible_keys_by_layer[:, :, None], by_query.shape)
-            for column, (low, high) in enumerate(half_octave_ranges(values.visible_keys_by_layer, train_length)):
+            key_counts = values.n_visible_keys_by_query
+            n = np.broadcast_to(key_counts[:, :, None], by_query.shape)
+            for column, (low, high) in enumerate(half_octave_ranges(key_counts, train_length)):
                 means = [by_query[index][(n[index] >= low) & (n[index] <= high)] for index in range(3)]
                 assert by_keys.means[column] == pytest.approx(
                     np.mean([part.mean() for part in means if len(part)]), rel=1e-5
                 )
-            exponents = fit_head_exponents_and_r2(
-                by_query, np.where(values.visible_keys_by_layer <= train_length, values.visible_keys_by_layer, np.nan)
-            )[0]
+            exponents = fit_head_exponents_and_r2(by_query, np.where(key_counts <= train_length, key_counts, np.nan))[0]
             slopes = [
                 curve
                 for curve in curves

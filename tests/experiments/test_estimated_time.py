@@ -8,7 +8,7 @@ from manifests import write_recorded_file
 from trials import procedure_of
 
 from lm.experiments import compare
-from lm.experiments.compare import plan_lines, training_seconds
+from lm.experiments.compare import finished_run_seconds, plan_lines
 from lm.experiments.procedure import Procedure
 
 
@@ -28,7 +28,7 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path, monkeypatch):
         log.touch()
         os.utime(log, (1e9 + seconds, 1e9 + seconds))
     procedure = Procedure(procedure.experiment)
-    assert [training_seconds(run) for run in procedure.known_runs() if run.arm == "softmax"][:3] == [60, 60, 0], (
+    assert [finished_run_seconds(run) for run in procedure.known_runs() if run.arm == "softmax"][:3] == [60, 60, 0], (
         "two starts"
     )
     # (6 x 60 s + 6 x 120 s - 3 x 60 s) / 2

@@ -159,7 +159,7 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
     procedure = sized(tmp_path)
     judgement = procedure.judgement()
     line, _ = trends_over_sizes(procedure, judgement)
-    runs = {(size, arm): judgement.values_at_judged_rate(size, arm) for size in "abc" for arm in ("softmax", "ssmax")}
+    runs = {(size, arm): judgement.judged_values_or_inf(size, arm) for size in "abc" for arm in ("softmax", "ssmax")}
     differences = np.array([np.subtract(runs[size, "ssmax"], runs[size, "softmax"]) for size in "abc"])
     slopes = [np.polyfit([0, 2, 3], seed, 1)[0] for seed in differences.T]  # in doublings of parameters
     expected = ttest_1samp(slopes, 0).confidence_interval(0.95)

@@ -346,7 +346,7 @@ def test_the_noise_of_an_experiments_final_runs_is_said_in_the_plan_and_on_the_p
         experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}),
         lambda run: values.setdefault(run.config.run_folder, float(grid.normal(3.0, 0.1))),
     )
-    judged = [procedure.judgement().values_at_judged_rate("", arm) for arm in ("softmax", "ssmax")]
+    judged = [procedure.judgement().judged_values_or_inf("", arm) for arm in ("softmax", "ssmax")]
     noise = f"oise: single runs scatter by {math.sqrt(np.var(judged, axis=1, ddof=1).mean()):.3g} ("
     paired = f", differences paired by seed by {np.std(np.subtract(*judged), ddof=1):.3g} ("
     planned = next(line for line in plan_lines(procedure, [()]) if "scatter" in line)
