@@ -61,7 +61,7 @@ def abbreviate(text: str, limit: int = 300) -> str:
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
 
-def suggest(word: str, names: Iterable[str]) -> str:
+def suggestion_or_all_names(word: str, names: Iterable[str]) -> str:
     """Return advice on an unknown `word`: the most similar of `names`, or else all of them. If `names` has a method
     `suggestions`, the names that this method returns are taken instead, such as names of plugins.
     """

@@ -99,7 +99,7 @@ def compare_at_best_rates(
         n_shared_rates=sum(rate in arm_values for rate in baseline_values) or None,
         must_hold_at_all_rates=other_values_chose_rates,
         higher_is_better=higher_is_better,
-        difference_or_value_bounds=ACCURACY_BOUNDS if higher_is_better else None,
+        difference_or_unpaired_bounds=ACCURACY_BOUNDS if higher_is_better else None,
     )
 
 
@@ -115,11 +115,12 @@ TrainingFraction = float  # fraction of the training's steps that is done, from 
 
 
 def trend_table(
-    values_by_trend: Mapping[str, Mapping[TrainingFraction, np.ndarray]],
+    values_by_row: Mapping[str, Mapping[TrainingFraction, np.ndarray]],
     matters: float,
     higher_is_better: bool,
     format_values: Callable[[np.ndarray], str],
-    *display_scale: float,
+    factor: float = 100,
+    digits: int = 1,
 ) -> str:
     """Return a Markdown table of values of runs by a fraction of training, such as the time of a swap in a run.
 
@@ -127,24 +128,24 @@ def trend_table(
     verdicts on these changes are one family: their intervals hold together.
 
     Args:
-        values_by_trend: for each trend, by its name, values (seeds,) by fraction of training (0 to 1).
+        values_by_row: for each row (a trend, by its name) values (seeds,) by fraction of training (0 to 1).
         matters: smallest change of interest.
         higher_is_better: whether values are accuracies.
         format_values: function from the values at one fraction to their words.
-        display_scale: factor and decimal places of `verdict_text`.
+        factor, digits: as for `verdict_text`.
     """
-    parts = sorted({part for values in values_by_trend.values() for part in values})
+    parts = sorted({part for values in values_by_row.values() for part in values})
     lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
     changes = {}
-    for name, values in values_by_trend.items():
+    for name, values in values_by_row.items():
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
         bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher_is_better else None
         changes[name] = Comparison(
-            slopes @ [*values.values()], higher_is_better=higher_is_better, difference_or_value_bounds=bounds
+            slopes @ [*values.values()], higher_is_better=higher_is_better, difference_or_unpaired_bounds=bounds
         )
     for name, verdict in judge_comparisons(changes, matters).items():
-        cells = [format_values(values_by_trend[name][part]) if part in values_by_trend[name] else "" for part in parts]
-        lines.append([name, *cells, verdict_text(verdict, *display_scale)])
+        cells = [format_values(values_by_row[name][part]) if part in values_by_row[name] else "" for part in parts]
+        lines.append([name, *cells, verdict_text(verdict, factor, digits)])
     return markdown_table(lines)
 
 

@@ -68,7 +68,7 @@ class LossResults(ExperimentResults):
         training_fractions_by_trend: for each trend its arms, each with a fraction of training (0 to 1), such as the
             time of its swap. A line is fitted through each seed's runs.
         shows_token_counts: whether there is a table of the training tokens that each arm needs to reach a common loss
-            (`token_table`).
+            (`tokens_to_common_loss_table`).
         table_suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
         is_accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better.
         ranks_arms: whether rows are sorted by their losses in the setting that rates were tuned on, and drawn in a
@@ -175,7 +175,7 @@ class LossResults(ExperimentResults):
         }
         return judge_comparisons(comparisons, self.matters)
 
-    def arm_and_baseline(self, verdict_key: tuple[str, str, str]) -> tuple[str, str]:
+    def arm_and_baseline_names(self, verdict_key: tuple[str, str, str]) -> tuple[str, str]:
         """Return the names of the row and of the baseline that a verdict's key names."""
         return verdict_key[:2]
 
@@ -189,7 +189,7 @@ class LossResults(ExperimentResults):
         if self.change_from_tuning_columns:
             tables[f"{self.table_name} transfers"] = self.change_from_tuning_table()
         if self.shows_token_counts:
-            tables[f"{self.table_name} tokens"] = self.token_table()
+            tables[f"{self.table_name} tokens"] = self.tokens_to_common_loss_table()
         return tables
 
     def table(self) -> str:
@@ -276,16 +276,16 @@ class LossResults(ExperimentResults):
     def trend_table(self) -> str:
         """Return a Markdown table of the losses in the decisive columns by fraction of training
         (`training_fractions_by_trend`), and of their change."""
-        values_by_trend = {
+        values_by_row = {
             f"{name}, {column}": {
                 part: next(iter(self.values_by_rate(arm, column).values())) for arm, part in arms.items()
             }
             for name, arms in self.training_fractions_by_trend.items()
             for column in self.decisive_columns
         }
-        return trend_table(values_by_trend, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
+        return trend_table(values_by_row, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
-    def token_table(self) -> str:
+    def tokens_to_common_loss_table(self) -> str:
         """Return a Markdown table of the training tokens with which each row's arm reaches a common loss. This loss is
         the highest final loss of any run.
 

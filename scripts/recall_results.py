@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -50,7 +51,7 @@ class RecallResults(ExperimentResults):
     decisive_lengths: tuple[int, ...]
     matters: float
     is_tuned: bool = False
-    picture_kind: str = ""
+    picture_kind: Literal["", "curves", "rows"] = ""
     task: str = "mqar"
     compared_column: str = "rate"
     ranks_arms: bool = False
@@ -110,11 +111,11 @@ class RecallResults(ExperimentResults):
                 for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
                     comparisons[arm, rate, length] = Comparison(
-                        differences, higher_is_better=True, difference_or_value_bounds=ACCURACY_BOUNDS
+                        differences, higher_is_better=True, difference_or_unpaired_bounds=ACCURACY_BOUNDS
                     )
         return judge_comparisons(comparisons, self.matters)
 
-    def arm_and_baseline(self, verdict_key: tuple[str, float, int]) -> tuple[str, str]:
+    def arm_and_baseline_names(self, verdict_key: tuple[str, float, int]) -> tuple[str, str]:
         """Return the arm and the baseline of a verdict's key."""
         return verdict_key[0], self.baseline
 
@@ -186,13 +187,13 @@ class RecallResults(ExperimentResults):
         """Return a Markdown table of the accuracy at the first decisive length by fraction of training
         (`training_fractions_by_trend`), and of its change.
         """
-        values_by_trend = {
+        values_by_row = {
             name: {
                 part: self.accuracies[arm, self.rates(arm)[0], self.decisive_lengths[0]] for arm, part in arms.items()
             }
             for name, arms in self.training_fractions_by_trend.items()
         }
-        return trend_table(values_by_trend, self.matters, True, _mean_and_range)
+        return trend_table(values_by_row, self.matters, True, _mean_and_range)
 
     def _row_cells(self, arm: str, rate: float) -> list[str]:
         """Return the accuracies and the verdicts of an arm at a rate, as text."""

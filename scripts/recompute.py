@@ -545,7 +545,7 @@ def headline_table() -> str:
     lines = [["measured", "arm", "minus", "difference", "over"]]
     for measured, page, place, key in HEADLINE_VERDICTS:
         result, verdict = results[place], results[place].verdicts[key]
-        pair = [result.labels[name] for name in result.arm_and_baseline(key)]
+        pair = [result.labels[name] for name in result.arm_and_baseline_names(key)]
         lines.append(
             [
                 f"[{measured}]({page})" if page else "",

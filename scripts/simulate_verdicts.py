@@ -34,6 +34,7 @@ from lm.statistics.verdicts import VerdictKind
 
 DrawFunction = Callable[..., np.ndarray]  # function from a random generator and a shape to values
 RATE_GRID = (1e-3, 2e-3, 4e-3, 8e-3)
+CENTRAL_RATE = 3e-3
 MATTERS = 0.02  # nats per token
 # learning rate from which runs may go badly, and the mean of the loss that is then added
 BAD_RUN_MIN_RATE, BAD_RUN_MEAN_LOSS = 4e-3, 0.1
@@ -57,20 +58,22 @@ class TrueDifference(NamedTuple):
 
 SizeAndArm = tuple[str, str]
 TrueDifferences = dict[SizeAndArm, TrueDifference]
+CoverageByComparison = np.ndarray
 
 
 @dataclass(frozen=True)
 class World:
     """A world holds the true effects and the noise of simulated experiments, in nats per token.
 
-    All numbers are standard deviations, except `effects`, `log2_best_rates`, `curvature`, `bad_run_chance` and counts.
+    All numbers are standard deviations, except `effects`, `octaves_from_central_rate`, `curvature`, `bad_run_chance`
+    and counts.
     """
 
     name: str
     n_seeds: int
     effects: tuple[float, ...] = (0.0,)  # each arm's difference to the baseline, both at their best rates
-    # log2 of each arm's best learning rate over 3e-3, the baseline's first; empty: all are 0
-    log2_best_rates: tuple[float, ...] = ()
+    # log2(rate / CENTRAL_RATE) of each arm's best learning rate, the baseline's first; empty: all are 0
+    octaves_from_central_rate: tuple[float, ...] = ()
     curvature: float = 0.02  # increase of the loss one octave (of learning rate) from the best rate
     arm_seed_std: float = 0.008  # of the effects of arm x rate x seed
     # whether effects of arm x document sum to 0 over the report text: arms that are equal are equal on it, too
@@ -99,7 +102,7 @@ class World:
     def expected_loss(self, arm: int, rate: float) -> float:
         """Return the mean loss of an arm at a learning rate."""
         added = self.bad_run_chance * BAD_RUN_MEAN_LOSS if rate >= BAD_RUN_MIN_RATE else 0.0
-        distance = math.log2(rate / 3e-3) - (self.log2_best_rates or (0.0,) * len(self.arms))[arm]
+        distance = math.log2(rate / CENTRAL_RATE) - (self.octaves_from_central_rate or (0.0,) * len(self.arms))[arm]
         return 4 + (0.0, *self.effects)[arm] + self.curvature * distance**2 + added
 
     def run_noise(self, random: np.random.Generator, rate: float, seeds: int) -> np.ndarray:
@@ -183,13 +186,13 @@ def is_false_verdict(kind: VerdictKind, truth: float, matters: float = MATTERS) 
     return wrong.get(kind, False)
 
 
-def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Counter, np.ndarray]:
+def simulate_trials(world: "World | AwkwardWorld", trials: range) -> tuple[Counter[str], CoverageByComparison]:
     """Return counts of trials, and whether the interval of each comparison holds the true difference.
 
     The counts give, for each kind of verdict, the trials in which at least one comparison has it. `false` counts trials
     with a false verdict, `together` trials whose intervals all hold the truth.
 
-    The array, (comparisons of all trials, 3), is of zeros and ones. The first column says whether a comparison's
+    The coverage, (comparisons of all trials, 3), is of zeros and ones. The first column says whether a comparison's
     interval over seeds, by itself, holds the truth. The second says so of its interval over seeds and documents (NaN
     without documents). The third says whether tuning chose another rate for the arm than for the baseline.
     """
@@ -235,7 +238,7 @@ def all_worlds() -> list[World]:
         "4 equal arms": {},
         "4 equal arms, heavy tails": {"has_heavy_tails": True},
         "4 equal arms, nearly flat over rates": {"curvature": 0.002},
-        "4 equal arms of different best rates": {"log2_best_rates": (0.0, 0.5, -0.5, 0.3, 1.0)},
+        "4 equal arms of different best rates": {"octaves_from_central_rate": (0.0, 0.5, -0.5, 0.3, 1.0)},
         "4 equal arms that differ by text, heavy tails": {
             "arm_document_effects_cancel": False,
             "has_heavy_tails": True,
@@ -243,7 +246,7 @@ def all_worlds() -> list[World]:
         "4 equal arms, a fifth of runs unlucky by 0.1": {
             "bad_run_chance": 0.2,
             "curvature": 0.05,
-            "log2_best_rates": (0.4,) * 5,
+            "octaves_from_central_rate": (0.4,) * 5,
         },
         "4 equal arms, noise as under AdamW": {"arm_seed_std": 0.03},
         "4 equal arms, not tuned, heavy tails": untuned | {"has_heavy_tails": True},
@@ -277,10 +280,10 @@ def _normal_noise(mean: float, deviation: float) -> DrawFunction:
     return lambda random, *shape: mean + random.normal(0, deviation, shape)
 
 
-def _lognormal_noise(sigma: float, mean: float, shift: float = 0.0) -> DrawFunction:
-    """Return a function that draws one-sided noise: `shift` plus log-normal values with the mean `mean`. Most results
-    are near `shift`, and a few are far above. sigma: standard deviation of the logarithm."""
-    return lambda random, *shape: mean * random.lognormal(-(sigma**2) / 2, sigma, shape) + shift
+def _lognormal_noise(log_std: float, mean_before_shift: float, shift: float = 0.0) -> DrawFunction:
+    """Return a function that draws one-sided noise: `shift` plus log-normal values with the mean `mean_before_shift`.
+    Most results are near `shift`, and a few are far above. log_std: standard deviation of the logarithm."""
+    return lambda random, *shape: mean_before_shift * random.lognormal(-(log_std**2) / 2, log_std, shape) + shift
 
 
 def _accuracies_of_8_questions(random: np.random.Generator, *shape: int) -> np.ndarray:
@@ -289,40 +292,61 @@ def _accuracies_of_8_questions(random: np.random.Generator, *shape: int) -> np.n
 
 
 _LOGNORMAL_SCALE = 0.01 / math.sqrt(math.expm1(1))
-_ONE_SIDED_NOISE = _lognormal_noise(1, _LOGNORMAL_SCALE, -_LOGNORMAL_SCALE)  # of mean 0 and standard deviation 0.01
+_ZERO_MEAN_LOGNORMAL_NOISE = _lognormal_noise(1, _LOGNORMAL_SCALE, -_LOGNORMAL_SCALE)  # of standard deviation 0.01
 _MEAN_WITHOUT_FAILURE = 1 - 0.01 * math.sqrt(2 / math.pi)  # the mean of an accuracy that does not fail, about
-# by name: distributions of the baseline's and of the arms' runs, the mean difference, and whether they are accuracies
-AWKWARD_DISTRIBUTIONS: dict[str, tuple[DrawFunction, DrawFunction, float, bool]] = {
-    "equal accuracies, all arms fail in 29 % of seeds": (
+
+
+class AwkwardDistribution(NamedTuple):
+    """It holds functions that draw values of runs of the baseline and of the arms, and the arms' mean difference to the
+    baseline."""
+
+    draw_baseline: DrawFunction
+    draw_arm: DrawFunction
+    mean_difference: float
+    is_accuracy: bool
+
+
+AWKWARD_DISTRIBUTIONS: dict[str, AwkwardDistribution] = {
+    "equal accuracies, all arms fail in 29 % of seeds": AwkwardDistribution(
         _accuracies_with_failures(0.29),
         _accuracies_with_failures(0.29),
         0.0,
         True,
     ),
-    "arms fail in 29 % of seeds, the baseline never": (
+    "arms fail in 29 % of seeds, the baseline never": AwkwardDistribution(
         _accuracies_with_failures(0.0),
         _accuracies_with_failures(0.29),
         -0.29 * _MEAN_WITHOUT_FAILURE,
         True,
     ),
-    "arms fail in 25.2 % of seeds, the baseline never": (
+    "arms fail in 25.2 % of seeds, the baseline never": AwkwardDistribution(
         _accuracies_with_failures(0.0),
         _accuracies_with_failures(0.252),
         -0.25,
         True,
     ),
-    "equal accuracies near 1": (_accuracies_with_failures(0.0), _accuracies_with_failures(0.0), 0.0, True),
-    "equal accuracies of 8 questions, ties": (_accuracies_of_8_questions, _accuracies_of_8_questions, 0.0, True),
-    "equal losses, one-sided noise (lognormal, sigma 1)": (_ONE_SIDED_NOISE, _ONE_SIDED_NOISE, 0.0, False),
-    "equal losses, the arms' noise one-sided (sigma 1)": (_normal_noise(0.0, 0.01), _ONE_SIDED_NOISE, 0.0, False),
-    "arms worse by 0.02 through rare high losses (sigma 2)": (
+    "equal accuracies near 1": AwkwardDistribution(
+        _accuracies_with_failures(0.0), _accuracies_with_failures(0.0), 0.0, True
+    ),
+    "equal accuracies of 8 questions, ties": AwkwardDistribution(
+        _accuracies_of_8_questions, _accuracies_of_8_questions, 0.0, True
+    ),
+    "equal losses, one-sided noise (lognormal, sigma 1)": AwkwardDistribution(
+        _ZERO_MEAN_LOGNORMAL_NOISE, _ZERO_MEAN_LOGNORMAL_NOISE, 0.0, False
+    ),
+    "equal losses, the arms' noise one-sided (sigma 1)": AwkwardDistribution(
+        _normal_noise(0.0, 0.01), _ZERO_MEAN_LOGNORMAL_NOISE, 0.0, False
+    ),
+    "arms worse by 0.02 through rare high losses (sigma 2)": AwkwardDistribution(
         _normal_noise(0.0, 0.001),
         _lognormal_noise(2, MATTERS),
         MATTERS,
         False,
     ),
-    "equal losses": (_normal_noise(0.0, 0.01), _normal_noise(0.0, 0.01), 0.0, False),
-    f"arms better by {MATTERS:g}": (_normal_noise(0.0, 0.01), _normal_noise(-MATTERS, 0.01), -MATTERS, False),
+    "equal losses": AwkwardDistribution(_normal_noise(0.0, 0.01), _normal_noise(0.0, 0.01), 0.0, False),
+    f"arms better by {MATTERS:g}": AwkwardDistribution(
+        _normal_noise(0.0, 0.01), _normal_noise(-MATTERS, 0.01), -MATTERS, False
+    ),
 }
 
 

@@ -129,10 +129,10 @@ def normalizers(
     """
     from lm.attention.catalogue import OPTIONS_BY_NAME
     from lm.config.reference import normalizer_lines
-    from lm.errors import ConfigError, suggest
+    from lm.errors import ConfigError, suggestion_or_all_names
 
     if name and name not in OPTIONS_BY_NAME:
-        raise ConfigError(f"{name}: no normalizer of lm's; {suggest(name, OPTIONS_BY_NAME)}")
+        raise ConfigError(f"{name}: no normalizer of lm's; {suggestion_or_all_names(name, OPTIONS_BY_NAME)}")
     width = max(map(len, OPTIONS_BY_NAME))
     formulas = [f"{entry:{width}}  {OPTIONS_BY_NAME[entry].full_formula}" for entry in OPTIONS_BY_NAME]
     print("\n".join(normalizer_lines(name) if name else formulas))

@@ -16,7 +16,7 @@ from dataclasses import fields as declared_fields
 
 from lm.attention.options import key as key
 from lm.config.removed_keys import removed_defaults, removed_name_advice
-from lm.errors import ConfigError, PluginUnavailable, Problem, suggest
+from lm.errors import ConfigError, PluginUnavailable, Problem, suggestion_or_all_names
 from lm.plain import Plain, converted_or_missing, direct_items_with_paths, is_config_block, join_path, type_name
 
 # {bound of a number, or of each number in a list or map: (sign, test)}
@@ -180,7 +180,7 @@ def _key_advice(block_class: type, name: str, choices: BlockClasses, path: str) 
     found_paths = [join_path(path, inner) for inner in paths if inner.rpartition(".")[2] in match]
     if match and match[0] not in paths and len(found_paths) <= 3:
         return f"did you mean {' or '.join(found_paths)}?"
-    return suggest(name, [spec.name for spec in typed_fields(block_class)])
+    return suggestion_or_all_names(name, [spec.name for spec in typed_fields(block_class)])
 
 
 def _key_paths(block_class: type) -> Iterator[str]:
@@ -246,7 +246,9 @@ def _build_selected_block(blocks: BlockClasses, default: str | None, value: Plai
         value = {"name": "layers", "of": value}
     value = {"name": value} if isinstance(value, str) else value
     if not is_config_block(value) or value.get("name", default) is None:
-        problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", blocks)))
+        problems.append(
+            Problem(path, value, "must be a name or a block with a 'name'", suggestion_or_all_names("", blocks))
+        )
         return MISSING
     name = value.get("name", default)
     try:
@@ -254,7 +256,7 @@ def _build_selected_block(blocks: BlockClasses, default: str | None, value: Plai
     except PluginUnavailable as error:
         reason = error.reason, error.remedy
     except KeyError:
-        reason = "unknown name", suggest(name, blocks) + removed_name_advice(name)
+        reason = "unknown name", suggestion_or_all_names(name, blocks) + removed_name_advice(name)
     else:
         return build_block(block_class, value, path, problems, blocks)
     problems.append(Problem(f"{path}.name", name, *reason))

@@ -10,7 +10,7 @@ import pandas as pd
 
 from lm.config.tree import Config
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, suggest
+from lm.errors import ConfigError, Problem, suggestion_or_all_names
 from lm.evaluation.answers import NeedleMeasurement, Recall
 from lm.evaluation.diagnostics import Diagnostics
 from lm.evaluation.downstream import DownstreamTasks
@@ -112,7 +112,7 @@ def find_metric(config: Config, name: str) -> tuple[type[Measurement], Metric]:
     for kind, metric in candidates:
         if metric.matches(name):
             return kind, replace(metric, name=name)
-    remedy = suggest(name, [metric.name for _, metric in candidates if "{" not in metric.name])
+    remedy = suggestion_or_all_names(name, [metric.name for _, metric in candidates if "{" not in metric.name])
     if not remedy.startswith("did you mean"):
         is_asked = any(metric.name.partition("/")[0] == name.partition("/")[0] for _, metric in candidates)
         remedy += "; or ask for the evaluation in the base's `eval` or in `evaluate`" * (not is_asked)

@@ -22,7 +22,7 @@ from lm.config.schema import build_block, cross_key_problems, key, section
 from lm.config.tree import Config, ExperimentConfig, distinguishes_arms, key_effect
 from lm.config.yaml_text import resolve_interpolations, yaml_override
 from lm.data.prepare import expected_vocab_size
-from lm.errors import ConfigError, DataError, Problem, suggest
+from lm.errors import ConfigError, DataError, Problem, suggestion_or_all_names
 from lm.evaluation.metrics import find_metric
 from lm.experiments.judging import PrimaryMetric, Rate, SizeArm, Stage
 from lm.experiments.run_outcome import SELECTION_METRIC, DueEvaluations, OptionsByKind, read_tuning_table
@@ -447,7 +447,9 @@ def _parse_arm(name: str, block: dict[str, Plain], arms: dict[str, Arm], file: P
 
     if source is not None and source_name not in arms:
         baseline_words = "the first arm is the baseline, which starts from random weights"
-        refuse("from", source, "is no earlier arm", suggest(source_name, arms) if arms else baseline_words)
+        refuse(
+            "from", source, "is no earlier arm", suggestion_or_all_names(source_name, arms) if arms else baseline_words
+        )
     if source is None and swap:
         refuse("swap", to_plain(swap), "there are no weights to swap", "say of which arm: `from`")
     if start.step is not None and (source is None or swap or not start.train):

@@ -234,7 +234,7 @@ class Judgement:
             differences, place, sum(rate in shared_rates for rate in baseline_runs) or None,
             question.must_hold_at_all_rates,
             higher_is_better=self.primary_metric.better == "higher",
-            difference_or_value_bounds=self._difference_or_value_bounds,
+            difference_or_unpaired_bounds=self._difference_or_unpaired_bounds,
             unpaired_values=tuple(values) if question.unpaired_with_baseline else None,
             seed_and_document_estimate=seed_and_document_estimate, obstacle=obstacle,
         )  # fmt: skip
@@ -303,7 +303,7 @@ class Judgement:
         return estimate_over_seeds_and_documents(_differences_by_rate_pair(*units), weights[rows], groups[rows])
 
     @cached_property
-    def _difference_or_value_bounds(self) -> tuple[float, float] | None:
+    def _difference_or_unpaired_bounds(self) -> tuple[float, float] | None:
         """Return the lowest and the highest value that an accuracy allows for what is judged; None for other metrics.
         If runs are paired, this is the difference from the baseline or from the target. If runs are unpaired, it is the
         accuracy itself.
@@ -358,7 +358,11 @@ class Judgement:
         }  # fmt: skip
         if arm != question.arms[0]:
             verdict = self.verdicts[size, arm]
-            entry |= {"verdict": verdict.kind_label, "words": verdict.statement_with_seeds, "reason": verdict.reason}
+            entry |= {
+                "verdict": verdict.kind_with_exploratory_mark,
+                "words": verdict.statement_with_seeds,
+                "reason": verdict.reason,
+            }
             intervals = {
                 "difference": verdict.interval,
                 "alone": verdict.unadjusted_interval,

@@ -17,7 +17,7 @@ from pandas.api.extensions import ExtensionDtype
 from pandas.io.common import get_handle
 
 from lm.config.schema import build_block
-from lm.errors import ConfigError, Problem, RunError, one_line, suggest
+from lm.errors import ConfigError, Problem, RunError, one_line, suggestion_or_all_names
 from lm.experiments.judging import (
     DIVERGED_KEY,
     FINISHED,
@@ -369,7 +369,7 @@ def _rows_to_judge(
     metrics = [str(name) for name in rows["metric"].dropna().unique()]
     if (metric and metric not in metrics) or (not metric and len(metrics) != 1):
         advice = (
-            f"no metric {metric}; {suggest(metric, metrics)}"
+            f"no metric {metric}; {suggestion_or_all_names(metric, metrics)}"
             if metric
             else f"name one of {', '.join(metrics)} (--metric)"
         )

@@ -448,7 +448,7 @@ class ExperimentTrainer:
         failure_path.unlink(missing_ok=True)
         words = f"diverged ({outcome.divergence})"
         if outcome.state == "finished":
-            words = self._result_text(run, outcome)
+            words = self._metric_text(run, outcome)
             words += f", did not learn: {outcome.loss_above_unigram_text}" if outcome.loss_above_unigram_text else ""
         known_runs = self.procedure.known_runs()
         left = sum(not run.outcome.has_ended for run in known_runs)
@@ -476,7 +476,7 @@ class ExperimentTrainer:
             reason += f" ({reasons}); lm eval {folder} measures it, without a limit of time"
         return Failure(status, reason, str(log))
 
-    def _result_text(self, run: Run, outcome: Outcome) -> str:
+    def _metric_text(self, run: Run, outcome: Outcome) -> str:
         """Describe a tuning run by the metric that chooses rates, a final run by the primary metric. Both are means
         over the held-out documents that choose rates; a metric of questions is a mean over all questions. Return
         `finished` if no such document is left."""

@@ -50,8 +50,8 @@ class WeightFiles:
 
     def __init__(self, folder: Path):
         self.folder, self.shapes = folder, dict[str, tuple[int, ...]]()
-        # the file of each tensor, and the type and the name that it has there
-        self._locations: dict[str, tuple[Path, str, str]] = {}
+        # of each tensor: its file, and its dtype and name there
+        self._file_dtype_and_name: dict[str, tuple[Path, str, str]] = {}
         for file in _weight_files(folder):
             self._read_header(file)
 
@@ -66,7 +66,7 @@ class WeightFiles:
                 for name in reader.keys():  # noqa: SIM118
                     tensor = reader.get_slice(name)
                     self.shapes[CURRENT_TENSOR_NAMES.get(name, name)] = tuple(tensor.get_shape())
-                    self._locations[CURRENT_TENSOR_NAMES.get(name, name)] = (file, tensor.get_dtype(), name)
+                    self._file_dtype_and_name[CURRENT_TENSOR_NAMES.get(name, name)] = (file, tensor.get_dtype(), name)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
 
@@ -76,9 +76,9 @@ class WeightFiles:
         The file is opened for this tensor alone, so that no other tensor stays in mapped memory. Raises RunError: the
         tensor can't be read, or its stored dtype is not one of `READABLE_DTYPES`.
         """
-        file, kind, stored_name = self._locations[name]
-        if kind not in READABLE_DTYPES:
-            raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READABLE_DTYPES)} are read")
+        file, dtype, stored_name = self._file_dtype_and_name[name]
+        if dtype not in READABLE_DTYPES:
+            raise RunError(f"{file}: {name} has type {dtype}; only {', '.join(READABLE_DTYPES)} are read")
         try:
             with safe_open(file, "pt") as reader:
                 return reader.get_tensor(stored_name).to(torch.float32)

@@ -443,11 +443,11 @@ def normalizer_history_label(run: RunRecord) -> str:
 
     Phases read `softmax -> ssmax at step 175`.
     """
-    (_, first_normalizer), *_ = run.start_steps_and_normalizers
+    (_, first_normalizer), *_ = run.phase_starts_and_normalizers
     if run.config.get("init_from"):  # the weights that the run started from have replaced the initial values
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
     changes = [
-        (step, after) for (_, before), (step, after) in pairwise(run.start_steps_and_normalizers) if after != before
+        (step, after) for (_, before), (step, after) in pairwise(run.phase_starts_and_normalizers) if after != before
     ]
     names = [kinds.label(first_normalizer), *(f"{kinds.label(after)} at step {step}" for step, after in changes)]
     if replaced_label := run.environment_entry("swap.normalizer"):

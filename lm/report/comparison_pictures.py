@@ -101,7 +101,7 @@ def curves_picture(
         metric_titles: titles and labels of the y axis of the metrics, by their names in the log.
         comparison: comparison of the finished runs, from which the reference level is read; None: no level is drawn.
     """
-    swaps = [(run.record, step) for run in runs for step, _ in run.record.start_steps_and_normalizers[1:]]
+    swaps = [(run.record, step) for run in runs for step, _ in run.record.phase_starts_and_normalizers[1:]]
     swap_tokens = {
         step * (record.flat_config.get("optim.batch_tokens") or 0) + record.tokens_before_run for record, step in swaps
     }

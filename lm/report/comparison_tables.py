@@ -314,5 +314,5 @@ def _normalizer_text(run: RunRecord) -> str:
     defaults."""
     return "; then ".join(
         f"{f'from step {step}: ' if step else ''}{description(options)}"
-        for step, options in run.start_steps_and_normalizers
+        for step, options in run.phase_starts_and_normalizers
     )

@@ -18,7 +18,7 @@ from lm.runs.evaluations import CURVE_COLUMNS, Evaluation, Metric, evaluation_ro
 
 MAX_METRIC_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 # most numbers without interval that are printed of one model; of more, curves show their first and last values only
-MAX_PRINTED_NUMBERS = 24
+MAX_PRINTED_NUMBERS_PER_RUN = 24
 RUN_HEADING = "run, step"  # heading
 
 
@@ -125,7 +125,7 @@ def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
     means are shown. Otherwise long curves are shortened to their first and last values."""
     if rows["quantity"].nunique() > MAX_METRIC_COLUMNS:
         return rows[rows["where"] == ""]
-    if rows["low"].isna().groupby(rows[RUN_HEADING]).sum().max() <= MAX_PRINTED_NUMBERS:
+    if rows["low"].isna().groupby(rows[RUN_HEADING]).sum().max() <= MAX_PRINTED_NUMBERS_PER_RUN:
         return rows
     keys, points = [RUN_HEADING, "setting", "quantity", "curve"], rows[rows["curve"].notna()]
     is_inside = points.duplicated(keys, keep="first") & points.duplicated(keys, keep="last")

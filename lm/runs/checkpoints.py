@@ -75,10 +75,10 @@ def load_checkpoint(path: Path) -> dict[str, object]:
         check_file(
             folder.parent, f"{CHECKPOINTS_FOLDER}/{path.resolve().name}", advice=f"bring it back{_fallback_hint(path)}"
         )
-    return read_unchecked_checkpoint(path)
+    return read_checkpoint_without_manifest(path)
 
 
-def read_unchecked_checkpoint(path: Path) -> dict[str, object]:
+def read_checkpoint_without_manifest(path: Path) -> dict[str, object]:
     """Return the content of a checkpoint file without a check by the manifest. Tensors are read when they are used;
     `lm` in the content is plain data: step, phase, configuration and more.
 

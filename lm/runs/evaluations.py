@@ -246,7 +246,7 @@ def chance_level(metric: Metric) -> tuple[str, float]:
     return (name, level) if name.startswith(("chance", UNIGRAM_LEVEL_NAME)) else ("", math.nan)
 
 
-def selection_loss_and_sha256(evaluation: "Evaluation") -> tuple[float, str]:
+def selection_loss_and_sequence_hash(evaluation: "Evaluation") -> tuple[float, str]:
     """Return the validation loss (nats per token) on the sequences by which the best checkpoint is chosen, and the hash
     of all validation sequences.
     """

@@ -23,7 +23,7 @@ import numpy as np
 from lm.config.load import parse_config
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
-from lm.errors import ConfigError, RunError, one_line, suggest
+from lm.errors import ConfigError, RunError, one_line, suggestion_or_all_names
 from lm.files import file_sha256, read_json, replace_file, write_text
 from lm.plain import Plain
 
@@ -157,7 +157,7 @@ def require_run(folder: Path, *files: str) -> None:
         reason = "a model in transformers' format; run lm import on it, or name what it was exported from"
     elif not folder.is_dir():
         siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        suggestion = suggest(folder.name, siblings)
+        suggestion = suggestion_or_all_names(folder.name, siblings)
         reason = f"no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}"
     elif (folder / EXPERIMENT_SETTINGS_FILE).is_file():
         advice = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"

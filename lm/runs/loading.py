@@ -26,7 +26,7 @@ from lm.files import expand_home, json_bytes, new_folder
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.plain import Plain, to_plain
-from lm.runs.checkpoints import load_checkpoint, read_unchecked_checkpoint
+from lm.runs.checkpoints import load_checkpoint, read_checkpoint_without_manifest
 from lm.runs.folder import (
     CHECKPOINTS_FOLDER,
     ENVIRONMENT_FILE,
@@ -179,7 +179,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
         paths = checkpoint_paths(path / CHECKPOINTS_FOLDER)
         files = {str(checkpoint_step(file)): file for file in paths} | ({"last": paths[-1]} if paths else {})
         if paths and checkpoint == "best":
-            best = read_unchecked_checkpoint(paths[-1])["lm"].get("best")
+            best = read_checkpoint_without_manifest(paths[-1])["lm"].get("best")
             step = str(best.get("step")) if isinstance(best, dict) else ""
             files |= {"best": files[step]} if step in files else {}
         if checkpoint not in files:
@@ -287,11 +287,11 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
             )
 
 
-def _model_folder(path: Path) -> Path:
-    """Return the folder of a model's files: `path` itself if it is a folder, else the run folder of the checkpoint
-    `path`.
-    """
-    return path if path.is_dir() else Path(os.path.realpath(path)).parent.parent  # raises nothing for a loop of links
+def _model_folder(checkpoint_or_folder: Path) -> Path:
+    """Return the folder of a model's files: the path itself if it is a folder, else the checkpoint's run folder."""
+    if checkpoint_or_folder.is_dir():
+        return checkpoint_or_folder
+    return Path(os.path.realpath(checkpoint_or_folder)).parent.parent  # raises nothing for a loop of links
 
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:

@@ -207,7 +207,7 @@ class RunRecord:
         return self.environment.get("symbolic", False)
 
     @property
-    def start_steps_and_normalizers(self) -> list[tuple[int, dict[str, Plain]]]:
+    def phase_starts_and_normalizers(self) -> list[tuple[int, dict[str, Plain]]]:
         """Return a pair for each training phase: the step after which the phase begins, and the keys of its
         normalizer.
         """

@@ -19,8 +19,8 @@ MIN_DOCUMENTS_WITH_SEEDS = 8  # fewest documents of an interval over seeds and d
 _NORMAL_QUANTILE = 1.959963984540054  # 97.5 % quantile of the normal distribution
 MAX_CORRELATION = 0.5  # largest correlation that is credited: the one of arms that scatter like their baseline
 CORRELATION_STEP = 0.05  # correlations are rounded down to a multiple, so that experiments share quadratures
-# numbers of nodes of the quadratures over the shared factor's mean, its sum of squares, and a comparison's spread
-_QUADRATURE_NODES = {"factor": 24, "squares": 20, "spread": 60}
+# numbers of quadrature nodes over the shared factor's mean, its sum of squares, and a statistic's standard error
+_QUADRATURE_NODES = {"factor_mean": 24, "factor_squares": 20, "standard_error": 60}
 _SMALLEST_P = 1e-5  # p from which on the correlation counts fully
 MAX_DEGREES = 100  # more degrees of freedom count as these
 
@@ -177,15 +177,15 @@ def interval_over_documents(values: np.ndarray, weights: np.ndarray, groups: np.
 
 
 def _means_variances_and_degrees(
-    values: np.ndarray, weights: np.ndarray, document_indices: np.ndarray
+    columns: np.ndarray, weights: np.ndarray, document_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return means over units, their variances and their degrees of freedom, as in `interval_over_documents`. `values`
-    is (units, columns); `document_indices` is (units,)."""
+    """Return each column's mean over units, its variance, and their degrees of freedom, as in
+    `interval_over_documents`. `columns` is (units, columns); `document_indices` is (units,)."""
     # (documents,) fraction of the weight in each document
     fractions = np.bincount(document_indices, weights) / weights.sum()
-    mean = weights @ values / weights.sum()
-    residuals = np.zeros((len(fractions), values.shape[1]))
-    np.add.at(residuals, document_indices, weights[:, None] / weights.sum() * (values - mean))
+    mean = weights @ columns / weights.sum()
+    residuals = np.zeros((len(fractions), columns.shape[1]))
+    np.add.at(residuals, document_indices, weights[:, None] / weights.sum() * (columns - mean))
     residuals, fractions = residuals[fractions > 0], fractions[fractions > 0]
     variance = (residuals**2 / (1 - fractions[:, None])).sum(0)
     # The variance is a quadratic form, of matrix G, in document means that are taken as equally spread; degrees:
@@ -499,11 +499,11 @@ def _quadrature(degrees: float, correlation: float) -> tuple[np.ndarray, ...]:
     """
     # a mean and its opposite have the same probability
     factor, factor_weights = (
-        nodes[_QUADRATURE_NODES["factor"] // 2 :]
-        for nodes in scipy.special.roots_hermitenorm(_QUADRATURE_NODES["factor"])
+        nodes[_QUADRATURE_NODES["factor_mean"] // 2 :]
+        for nodes in scipy.special.roots_hermitenorm(_QUADRATURE_NODES["factor_mean"])
     )
-    squares, squares_weights = scipy.special.roots_genlaguerre(_QUADRATURE_NODES["squares"], degrees / 2 - 1)
-    steps, step_weights = scipy.special.roots_legendre(_QUADRATURE_NODES["spread"])
+    squares, squares_weights = scipy.special.roots_genlaguerre(_QUADRATURE_NODES["factor_squares"], degrees / 2 - 1)
+    steps, step_weights = scipy.special.roots_legendre(_QUADRATURE_NODES["standard_error"])
     steps = (steps + 1) / 2
     # A comparison's sum of squares is noncentral chi squared; its root r has the density below, by Bessel's I.
     centre = np.sqrt(2 * squares * correlation / (1 - correlation))[:, None]

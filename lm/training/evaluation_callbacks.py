@@ -13,7 +13,7 @@ from lm.evaluation.metrics import CallbackMeasurement, is_reserved_metric_name
 from lm.evaluation.swap import describe_swap
 from lm.model.decoder import Decoder
 from lm.model.device import Device, peak_memory_bytes
-from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss_and_sha256
+from lm.runs.evaluations import Evaluation, evaluation_path, logged_means, selection_loss_and_sequence_hash
 from lm.runs.folder import PEAK_MEMORY_KEY
 from lm.training.lightning_import import L
 from lm.training.module import LanguageModel
@@ -90,15 +90,15 @@ class Validation(EvaluationCallback):
 
     def try_to_measure(self, trainer: L.Trainer, module: LanguageModel, decoder: Decoder) -> Evaluation | None:
         """Measure the validation loss and return the result; None if measuring failed. Record this step as the best one
-        if its loss on the selection text is the lowest so far (`selection_loss_and_sha256`). Losses that were measured
-        on other validation sequences don't count.
+        if its loss on the selection text is the lowest so far (`selection_loss_and_sequence_hash`). Losses that
+        were measured on other validation sequences don't count.
         """
         if result := super().try_to_measure(trainer, module, decoder):
-            state, (loss, sha256) = module.phase_start.run_state, selection_loss_and_sha256(result)
+            state, (loss, sequences_sha256) = module.phase_start.run_state, selection_loss_and_sequence_hash(result)
             # losses that can't be compared
-            has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256
+            has_no_comparable_best = not state.best or state.best.sequences_sha256 != sequences_sha256
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
-                state.best = BestStep(result.step, loss, sha256)
+                state.best = BestStep(result.step, loss, sequences_sha256)
         return result
 
 

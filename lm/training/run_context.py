@@ -66,9 +66,11 @@ class StopRequest:
     def listen(self) -> None:
         """Install this object's signal handlers, also where other code has replaced them."""
         for number in self._old_handlers:
-            signal.signal(number, self._next_handler(number) if number == self.signal else self._record_signal)
+            signal.signal(
+                number, self._repeated_signal_handler(number) if number == self.signal else self._record_signal
+            )
 
-    def _next_handler(self, number: int) -> signal.Handlers:
+    def _repeated_signal_handler(self, number: int) -> signal.Handlers:
         """Return the handler for a signal that was received before: SIGHUP is ignored; for any other signal, the
         system's default, which ends the process."""
         return signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
@@ -77,7 +79,7 @@ class StopRequest:
         """Record a signal. Its repetition then ends the process, but a repeated SIGHUP is ignored. After SIGHUP, output
         to a closed terminal is discarded."""
         self.signal = number
-        signal.signal(number, self._next_handler(number))
+        signal.signal(number, self._repeated_signal_handler(number))
         if number == signal.SIGHUP:  # writing to a closed terminal would raise an error
             null_device = os.open(os.devnull, os.O_WRONLY)
             for output in self._terminal_outputs:

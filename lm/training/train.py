@@ -108,11 +108,12 @@ def _resumed_checkpoint(config: Config) -> Path | None:
     return files[-1] if files else None
 
 
-def _another_run_error(path: Path, config: Config) -> RunError:
+def _another_run_error(checkpoint: Path, config: Config) -> RunError:
     """Return the error for a checkpoint that `resume` names and that belongs to another run."""
     return RunError(
-        f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; "
-        "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
+        f"{checkpoint}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to "
+        "it; to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) "
+        "instead"
     )
 
 

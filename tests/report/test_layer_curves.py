@@ -58,7 +58,7 @@ def test_a_loss_picture_has_a_mean_line_an_arm(name: str):
     values = {1: [3.0, 2.0, 1.0], 2: [5.0, 4.0, 3.0]}
     records = {
         seed: SimpleNamespace(
-            start_steps_and_normalizers=[None],
+            phase_starts_and_normalizers=[None],
             tokens_before_run=0,
             curve=lambda _, losses=losses: Curve(np.arange(3.0), np.array(losses)),
         )

@@ -35,7 +35,7 @@ def test_a_run_is_read_whole(report_runs):
 def test_the_label_of_a_swapped_run_names_the_init_of_new_parameters_where_there_is_one(init: str | None, words: str):
     entries = {"swap.normalizer": "softmax", "swap.init": init}
     run = SimpleNamespace(
-        start_steps_and_normalizers=[(0, {"name": "log_n"})], config={}, environment_entry=entries.get
+        phase_starts_and_normalizers=[(0, {"name": "log_n"})], config={}, environment_entry=entries.get
     )
     assert normalizer_history_label(run) == f"softmax -> log_n after training{words}"
 

@@ -20,7 +20,7 @@ from lm.runs.evaluations import (
     means_over_bins,
     model_selection_mask,
     point_means,
-    selection_loss_and_sha256,
+    selection_loss_and_sequence_hash,
 )
 
 
@@ -113,7 +113,7 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
 def test_where_a_part_is_empty_all_sequences_choose_the_best_checkpoint(part: str):
     units = sampling_unit_frame("abc", np.arange(3)).assign(part=part)
     loss = metric_rows(Metric(VAL_LOSS, quantity=VAL_LOSS, units="documents"), np.array([[1.0], [2.0], [6.0]]), units)
-    assert selection_loss_and_sha256(make_evaluation(loss))[0] == 3
+    assert selection_loss_and_sequence_hash(make_evaluation(loss))[0] == 3
 
 
 def test_the_long_table_has_the_document_of_each_unit_at_each_place():

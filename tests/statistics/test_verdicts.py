@@ -165,19 +165,21 @@ def unpaired(values: list[float]) -> Comparison:
     arm, baseline = (np.array([values[part]]) + 0.5 for part in (slice(0, None, 2), slice(1, None, 2)))
     count = min(arm.shape[1], baseline.shape[1])
     return Comparison(
-        arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), difference_or_value_bounds=(0.0, 1.0)
+        arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), difference_or_unpaired_bounds=(0.0, 1.0)
     )
 
 
 @settings(deadline=None)  # quadratures
-@given(families(), st.sampled_from([Comparison, partial(Comparison, difference_or_value_bounds=(-1.0, 1.0)), unpaired]))
+@given(
+    families(), st.sampled_from([Comparison, partial(Comparison, difference_or_unpaired_bounds=(-1.0, 1.0)), unpaired])
+)
 def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], compare: Callable):
     comparisons = {number: compare(values * 2) for number, values in enumerate(family)}
     found_verdicts = judge_comparisons(comparisons, MATTERS)
     for verdict in found_verdicts.values():
         low, high = verdict.interval.low, verdict.interval.high
         without_0, is_within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
-        is_accuracy = comparisons[0].difference_or_value_bounds is not None
+        is_accuracy = comparisons[0].difference_or_unpaired_bounds is not None
         assert low < high or not is_accuracy, "an interval of an accuracy has a length"
         assert not is_accuracy or -1 <= low <= high <= 1
         expected = {
@@ -255,7 +257,7 @@ def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdict
         arm_document_effects_cancel=True,
         bad_run_chance=0.2,
         curvature=0.05,
-        log2_best_rates=(0.4,) * 5,
+        octaves_from_central_rate=(0.4,) * 5,
     )
     counts, coverage = simulate_trials(world, range(count))
     assert counts["false"] / count <= 0.03

@@ -39,7 +39,7 @@ from lm.runs.evaluations import (
     evaluation_files,
     load_evaluation,
     model_selection_mask,
-    selection_loss_and_sha256,
+    selection_loss_and_sequence_hash,
 )
 from lm.runs.folder import checkpoint_paths
 from lm.runs.loading import load
@@ -277,7 +277,7 @@ def validations(folder: Path) -> dict[int, Evaluation]:
 
 def selection_losses(folder: Path) -> dict[int, float]:
     """By step, the validation loss on the documents that choose the best checkpoint."""
-    return {step: selection_loss_and_sha256(validation)[0] for step, validation in validations(folder).items()}
+    return {step: selection_loss_and_sequence_hash(validation)[0] for step, validation in validations(folder).items()}
 
 
 # held-out documents of both parts
@@ -298,7 +298,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny):
     samples = validation.frame[validation.frame["sample"].notna()]  # beside them stands the mean of bits per byte
     assert selects.tolist() == (samples["part"] == "selects").tolist()
     frame = validation.frame.assign(value=validation.frame["value"] + (validation.frame["part"] == "reports"))
-    assert selection_loss_and_sha256(replace(validation, frame=frame)) == (
+    assert selection_loss_and_sequence_hash(replace(validation, frame=frame)) == (
         pytest.approx(best["loss"], abs=1e-6), best["sequences_sha256"],
     )  # fmt: skip
     assert logged_values(config.run_folder, "val/loss") == [
