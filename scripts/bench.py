@@ -107,16 +107,16 @@ def attention_step(options: object, arguments: argparse.Namespace, dense: bool =
     return step
 
 
-def kernel_steps(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, StepFunction], str]:
+def kernel_steps(arguments: argparse.Namespace) -> dict[str, StepFunction]:
     """Return an attention call by each normalizer's fastest kernel, and for some normalizers a call by the definition,
-    with a full matrix of weights (dense). Also return the name of the call that all are compared with.
+    with a full matrix of weights (dense).
     """
     alternatives = {name: attention_step(option(), arguments) for name, option in kinds.LAYER_OPTIONS.items()}
     dense = {
         f"{name}, dense": attention_step(kinds.LAYER_OPTIONS[name](), arguments, dense=True)
         for name in DENSE_NORMALIZERS
     }
-    return alternatives | dense, "softmax"
+    return alternatives | dense
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
@@ -189,7 +189,6 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, help="default: of kernels 2,048, of memory 16,384, of long 131,072")
     parser.add_argument("--normalizer", default="softmax", choices=list(kinds.LAYER_OPTIONS), help="of `long`")
     parser.add_argument("--fused", action="store_true", help="PyTorch's attention on a CPU, too, of `long`")
-    parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", nargs="+", help="these sides, beside the one that they are compared with")
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, which other processes disturb less")
@@ -202,22 +201,17 @@ def main() -> None:
         return functions[arguments.what](arguments)
     torch.manual_seed(0)
     random.seed(0)
-    sequences = torch.randint(
-        arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device
-    )
-    alternatives, base_name = kernel_steps(arguments, sequences)
+    alternatives = kernel_steps(arguments)
     name = (
         torch.cuda.get_device_name()
-        if sequences.is_cuda
+        if "cuda" in arguments.device
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
     print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
     if arguments.only:
-        alternatives = {name: alternatives[name] for name in (base_name, *arguments.only)}
+        alternatives = {name: alternatives[name] for name in ("softmax", *arguments.only)}
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    print_ratios(
-        time_interleaved(alternatives, arguments.rounds, clock), base_name, arguments.sequences * arguments.seq_len
-    )
+    print_ratios(time_interleaved(alternatives, arguments.rounds, clock), "softmax", arguments.seq_len)
 
 
 if __name__ == "__main__":
