@@ -35,6 +35,8 @@ READABLE_DTYPES = ("F32", "F16", "BF16")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 CURRENT_TENSOR_NAMES = {"embed_out.weight": HEAD_TENSOR}  # of GPT-NeoX
 LM_MODEL_TYPE = "lm_decoder"  # model_type of an export that is computed by lm's code, modeling_lm.py
+JsonText = str  # text of a tokenizer.json
+StartToken = str  # token that starts a document
 
 
 class WeightFiles:
@@ -65,8 +67,9 @@ class WeightFiles:
             with safe_open(file, "pt") as reader:
                 for name in reader.keys():  # noqa: SIM118
                     tensor = reader.get_slice(name)
-                    self.shapes[CURRENT_TENSOR_NAMES.get(name, name)] = tuple(tensor.get_shape())
-                    self._file_dtype_and_name[CURRENT_TENSOR_NAMES.get(name, name)] = (file, tensor.get_dtype(), name)
+                    current_name = CURRENT_TENSOR_NAMES.get(name, name)
+                    self.shapes[current_name] = tuple(tensor.get_shape())
+                    self._file_dtype_and_name[current_name] = file, tensor.get_dtype(), name
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
 
@@ -233,7 +236,7 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
 
 def read_tokenizer(
     model: PretrainedModel, end_of_text: str | None, model_vocab_size: int
-) -> tuple[Tokenizer, str, str, list[str]]:
+) -> tuple[Tokenizer, JsonText, StartToken, list[str]]:
     """Return a model's tokenizer, the text of its tokenizer.json, its start token and its end tokens.
 
     The start token, which starts a document, is `end_of_text` if that is given. An empty list of end tokens means that
@@ -248,7 +251,7 @@ def read_tokenizer(
     return tokenizer, text, start_token, [] if end_tokens == [start_token] else end_tokens
 
 
-def _start_token(model: PretrainedModel) -> str:
+def _start_token(model: PretrainedModel) -> StartToken:
     """Return the token that starts a document: <|endoftext|> if it is a special token, else the model's BOS, else its
     EOS.
 
@@ -287,7 +290,7 @@ def _configured_tokens(role: str, token_by_id: dict[int, str], *configurations: 
     return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in token_by_id.values())]
 
 
-def _checked_tokenizer(model: PretrainedModel, start_token: str, model_vocab_size: int) -> tuple[Tokenizer, str]:
+def _checked_tokenizer(model: PretrainedModel, start_token: str, model_vocab_size: int) -> tuple[Tokenizer, JsonText]:
     """Return a model's tokenizer and its tokenizer.json. Special tokens whose ids the model doesn't have are dropped,
     as the model can neither read nor generate them.
 
