@@ -118,6 +118,13 @@ def judge(
         bool,
         typer.Option("--unpaired", help="don't pair runs of equal seeds (Welch) [default: if arms share no seed]"),
     ] = False,
+    bounds: Annotated[
+        tuple[float, float] | None,
+        typer.Option(
+            help="lowest and highest value of the metric, e.g. 0 100 for per cent; -inf inf: none [default: 0 1 if "
+            "higher is better and all values lie within]"
+        ),
+    ] = None,
     by: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="judge each of its values separately [default: size]")
     ] = None,
@@ -127,7 +134,7 @@ def judge(
         typer.Option(
             "--exit-code",
             help="exit status by verdict, which must be the only one: 0 better, 3 worse, 4 undecided or any other, "
-            "5 no difference above what matters",
+            "5 no difference above what matters, or one below it",
         ),
     ] = False,
 ) -> None:
@@ -140,7 +147,9 @@ def judge(
     from lm.experiments.run_table import judge_table
     from lm.files import json_bytes
 
-    judgement = judge_table(table, metric, better, matters, baseline, where, by or (), arm, seed, target, unpaired)
+    judgement = judge_table(
+        table, metric, better, matters, baseline, where, by or (), arm, seed, target, unpaired, bounds
+    )
     primary, entries, verdicts = judgement.primary_metric, judgement.summary_rows(), [*judgement.verdicts.values()]
     if exit_code and len(verdicts) > 1:
         raise ConfigError(f"--exit-code takes one verdict, and there are {len(verdicts)}: choose one by --where")

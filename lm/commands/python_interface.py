@@ -156,6 +156,7 @@ def judge(
     seed: str = "seed",
     target: float | None = None,
     unpaired: bool = False,
+    bounds: tuple[float, float] | None = None,
 ) -> pd.DataFrame:
     """Judge the runs of any trainer, as `lm judge` does.
 
@@ -174,6 +175,9 @@ def judge(
         target: a number that each arm is compared with, in place of a baseline.
         unpaired: compare runs as unpaired (Welch), even those of equal seeds. If no two arms share a seed, runs always
             are unpaired.
+        bounds: the lowest and the highest value that the metric can have, such as (0, 100) for per cent or an error
+            rate's (0, 1). None: (0, 1) if higher is better and all values lie within 0 and 1. Infinite ones: the metric
+            has no bounds.
 
     Returns:
         A row for each arm in each group of `by`, with the columns of `ComparedExperiment.verdicts`; its column `size`
@@ -182,7 +186,9 @@ def judge(
     Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
     columns = (by,) if isinstance(by, str) else by
-    judgement = judge_table(table, metric, better, matters, baseline, where, columns, arm, seed, target, unpaired)
+    judgement = judge_table(
+        table, metric, better, matters, baseline, where, columns, arm, seed, target, unpaired, bounds
+    )
     return _verdict_frame(io.StringIO(csv_text(judgement.summary_rows(), intervals=DIFFERENCE_INTERVAL_KEYS)))
 
 

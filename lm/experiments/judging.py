@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-from scipy.special import chdtri
 
 from lm.config.schema import key
 from lm.plain import Plain, json_value
@@ -25,6 +24,7 @@ from lm.statistics.verdicts import (
     Obstacle,
     Verdict,
     judge_comparisons,
+    pooled_std_and_interval,
     power,
     seeds_needed,
     smallest_difference,
@@ -85,6 +85,8 @@ class Question:
     # the number that arms are compared with; `arms` then begins with its name in place of a baseline's
     target_value: float | None = None
     measured_data_text: str = ""  # what means are measured on, for the heading of their column
+    # lowest and highest value of the metric, infinite ones if it has none; None: as `Judgement.value_bounds` says
+    value_bounds: tuple[float, float] | None = None
 
     @property
     def is_paired(self) -> bool:
@@ -303,24 +305,28 @@ class Judgement:
         return estimate_over_seeds_and_documents(_differences_by_rate_pair(*units), weights[rows], groups[rows])
 
     @cached_property
-    def _difference_or_unpaired_bounds(self) -> tuple[float, float] | None:
-        """Return the lowest and the highest value that an accuracy allows for what is judged; None for other metrics.
-        If runs are paired, this is the difference from the baseline or from the target. If runs are unpaired, it is the
-        accuracy itself.
+    def value_bounds(self) -> tuple[float, float] | None:
+        """Return the lowest and the highest value that the metric can have; None if it has no such values.
 
-        A metric counts as an accuracy if higher is better and the values of all runs lie within 0 and 1.
+        If the question doesn't give them, they are 0 and 1 where higher is better and the values of all runs lie within
+        0 and 1, as for an accuracy.
         """
         finite = self.run_columns["value"][np.isfinite(self.run_columns["value"])]
-        if self.primary_metric.better == "lower" or not ((finite >= 0) & (finite <= 1)).all():
-            return None
-        target = self.question.target_value
-        return (
-            (0.0, 1.0)
-            if self.question.unpaired_with_baseline
-            else (-1.0, 1.0)
-            if target is None
-            else (-target, 1.0 - target)
-        )
+        if bounds := self.question.value_bounds:
+            return bounds if np.isfinite(bounds).all() else None
+        is_accuracy = self.primary_metric.better == "higher" and ((finite >= 0) & (finite <= 1)).all()
+        return (0.0, 1.0) if is_accuracy else None
+
+    @cached_property
+    def _difference_or_unpaired_bounds(self) -> tuple[float, float] | None:
+        """Return the lowest and the highest value that `value_bounds` allow for what is judged; None without bounds.
+        If runs are paired, this is the difference from the baseline or from the target. If runs are unpaired, it is the
+        metric itself.
+        """
+        if self.value_bounds is None or self.question.unpaired_with_baseline:
+            return self.value_bounds
+        (low, high), target = self.value_bounds, self.question.target_value
+        return (low - high, high - low) if target is None else (low - target, high - target)
 
     def summary_rows(self) -> list[dict[str, Plain]]:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference
@@ -510,7 +516,7 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
     """
     degrees = runs.count(axis=1) - 1
     largest = float(runs.abs().max(axis=None))
-    single = _pooled_std_and_interval((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum(), largest)
+    single = pooled_std_and_interval((degrees * runs.var(axis=1)).sum(), degrees.clip(lower=0).sum(), largest)
     if not single:
         return None
     squares = paired_degrees = 0
@@ -520,7 +526,7 @@ def measure_noise(runs: pd.DataFrame, is_paired: bool, difference: float | None 
             residuals = shared - shared.mean(1, keepdims=True) - shared.mean(0) + shared.mean()
             squares += 2 * (residuals**2).sum()
             paired_degrees += (shared.shape[0] - 1) * (shared.shape[1] - 1)
-    paired = _pooled_std_and_interval(squares, paired_degrees, largest)
+    paired = pooled_std_and_interval(squares, paired_degrees, largest)
     designs = {"paired by seed": (paired[0], 1)} if paired else {}  # spread and `degrees_per_seed` of `power`
     designs |= {"unpaired": (math.sqrt(2) * single[0], 2), "against a number": (single[0], 1)}
     designs = {name: design for name, design in designs.items() if design[0]}  # equal runs say nothing of others
@@ -574,21 +580,8 @@ def seed_scatter_text(judgement: Judgement) -> str:
     return f"noise: single runs scatter by {_spread_text(noise['single_runs'])}{words}"
 
 
-def _pooled_std_and_interval(squares: float, degrees_of_freedom: int, value_scale: float) -> list[float] | None:
-    """Return a standard deviation, from a sum of squares with `degrees_of_freedom`, and the ends of its 95 % interval;
-    None without degrees of freedom.
-
-    `value_scale` is the largest absolute value of a run. A standard deviation of at most 1e-9 times this value is
-    rounding, and returned as 0.
-    """
-    if not degrees_of_freedom:
-        return None
-    squares *= math.sqrt(squares / degrees_of_freedom) > 1e-9 * value_scale
-    return np.sqrt(squares / np.array([degrees_of_freedom, *chdtri(degrees_of_freedom, [0.025, 0.975])])).tolist()
-
-
 def _spread_text(spread: list[float]) -> str:
-    """Say a standard deviation with the ends of its interval, as `_pooled_std_and_interval` gives them, in words."""
+    """Say a standard deviation with the ends of its interval, as `pooled_std_and_interval` gives them, in words."""
     value, low, high = spread
     if not value:
         return "0 (all are equal)"

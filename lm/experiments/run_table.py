@@ -50,6 +50,7 @@ def judge_table(
     seed_column: str,
     target: float | None,
     unpaired: bool,
+    bounds: tuple[float, float] | None,
 ) -> Judgement:
     """Judge the arms of a table of runs. Arguments and errors are as for `lm.judge`. Four arguments have other names
     there: `condition` is `where`, `split_columns` is `by`, `arm_column` is `arm`, and `seed_column` is `seed`."""
@@ -82,6 +83,8 @@ def judge_table(
         raise RunError(f"{source}: {reason}; there is {', '.join(known)}")
     if is_paired and frame.groupby(["size", "seed"])["arm"].nunique().max() == 1:  # no two arms share a seed
         unpaired, is_paired = True, False
+    if bounds and not frame["value"].where(frame["state"] == FINISHED).dropna().between(*bounds).all():
+        raise RunError(f"{source}: a value is outside of the bounds {bounds[0]:g} and {bounds[1]:g}")
     arms, sizes = (baseline, *(arm for arm in known if arm != baseline)), dict.fromkeys(frame["size"])
     seeds = sorted(set(frame["seed"]), key=lambda seed: (isinstance(seed, str), seed))
     for _, of_size in frame.groupby("size"):
@@ -93,7 +96,16 @@ def judge_table(
     frame = frame.assign(unlearned=_unbeaten_level_texts(frame, primary.better)).iloc[np.lexsort(order)]
     rates = dict.fromkeys(sizes, dict.fromkeys(arms))
     return judge(
-        frame, Question(primary, arms, tuple(seeds), rates, unpaired_with_baseline=unpaired, target_value=target)
+        frame,
+        Question(
+            primary,
+            arms,
+            tuple(seeds),
+            rates,
+            unpaired_with_baseline=unpaired,
+            target_value=target,
+            value_bounds=bounds,
+        ),
     )
 
 
@@ -140,6 +152,8 @@ def read_runs(
     does not name the metric, the returned metric takes its name from the column `metric`. The better direction is the
     argument `better`, else the entry of the column `better`, else lower.
 
+    Rows of ranges of positions, as `lm.results` has them, become their mean over all positions.
+
     Unless `is_paired`, the columns of arms and seeds may be missing: without arms all runs are one arm, without seeds
     each row is a run. Other arguments and errors are as for `judge_table`.
     """
@@ -163,6 +177,11 @@ def read_runs(
         reason = f"no line of {', '.join(sorted(map(str, missing)))} reports, only lines that choose rates"
         raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
     rows = rows.assign(**({"arm": "runs"} | {name: rows[column] for name, column in columns.items()}))
+    if "until" in rows and rows["until"].notna().any():  # of `lm.results`: ranges of positions
+        from lm.runs.evaluations import grouped_mean  # imports torch
+
+        keys = [name for name in rows if name not in ("x", "until", "value", value)]
+        rows = grouped_mean(rows, keys, rows["until"] - rows["x"])
     if "seed" not in columns:
         keys = [name for name in (*split_columns, "size", "arm") if name in rows]
         rows["seed"] = rows.groupby([*dict.fromkeys(keys)], dropna=False).cumcount() + 1
@@ -264,14 +283,13 @@ def _wandb_rows(project: str) -> pd.DataFrame:
 def _json_rows(content: bytes) -> pd.DataFrame:
     """Read rows from a JSON text: JSON lines, a list of numbers or objects, or an object with a list for each arm.
     Raises ValueError: the text is of another form."""
-    read = partial(json.loads, object_pairs_hook=_dict_of_unique_fields)
     try:
-        data = read(content)
+        data = json.loads(content)
     except ValueError:
         data = []
         for number, line in enumerate(content.splitlines(), start=1):
             try:
-                data += [read(line)] if line.strip() else []
+                data += [json.loads(line)] if line.strip() else []
             except ValueError as error:
                 raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
     if isinstance(data, dict):
@@ -283,14 +301,6 @@ def _json_rows(content: bytes) -> pd.DataFrame:
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("a line is neither an object nor a number")
     return _flat_rows(rows)
-
-
-def _dict_of_unique_fields(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    """Make a dict of a JSON object's fields. Raises ValueError: two fields have one name."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):  # as two columns of one name in a CSV file: it is not known which is meant
-        raise ValueError(f"an object has two fields of one name, among {', '.join(fields)}")
-    return fields
 
 
 def _flat_rows(rows: list[dict[str, Plain]]) -> pd.DataFrame:

@@ -183,7 +183,7 @@ class Comparison:
         bounds = self.difference_or_unpaired_bounds
         if bounds is None:
             return 0
-        reach, tail = (max(map(abs, bounds)), alpha) if self.unpaired_values is None else (1.0, alpha / 2)
+        reach, tail = (max(map(abs, bounds)), alpha) if self.unpaired_values is None else (np.ptp(bounds), alpha / 2)
         return 0 if margin >= reach else math.floor(math.log(tail) / math.log1p(-margin / reach)) + 1
 
     @property
@@ -473,8 +473,22 @@ def _needed_seed_counts(stack: Comparison, error: float, degrees: float, margin:
         else max(1, *stack.differences_by_rate[..., : stack.n_shared_rates, 0].shape[-2:])
     )
     spread, degrees_per_seed = math.sqrt(count) * error, degrees / (count - 1)
-    factors = 1.0, *_std_interval_factors(degrees)
-    return SeedCounts(*(seeds_needed(spread * factor, margin, alpha / rates, degrees_per_seed) for factor in factors))
+    factors, fewest = (1.0, *_std_interval_factors(degrees)), stack.fewest_seeds_within_margin(margin, alpha)
+    counts = (seeds_needed(spread * factor, margin, alpha / rates, degrees_per_seed) for factor in factors)
+    return SeedCounts(*(count and max(count, fewest) for count in counts))
+
+
+def pooled_std_and_interval(squares: float, degrees_of_freedom: int, value_scale: float) -> list[float] | None:
+    """Return a standard deviation, from a sum of squares with `degrees_of_freedom`, and the ends of its 95 % interval;
+    None without degrees of freedom.
+
+    `value_scale` is the largest absolute value of a run. A standard deviation of at most 1e-9 times this value is
+    rounding, and returned as 0.
+    """
+    if not degrees_of_freedom:
+        return None
+    squares *= math.sqrt(squares / degrees_of_freedom) > 1e-9 * value_scale
+    return np.sqrt(squares / np.array([degrees_of_freedom, *chdtri(degrees_of_freedom, [0.025, 0.975])])).tolist()
 
 
 @lru_cache  # the arms of a table have equally many seeds

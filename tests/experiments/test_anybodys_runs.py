@@ -161,9 +161,6 @@ def test_questions_without_an_answer_are_refused(options, said, tmp_path):
     assert result.stderr.count("\n") == 1
 
 
-TWICE = '{"arm": "a", "value": 1, "value": 2}'
-
-
 @pytest.mark.parametrize(
     ("text", "where"),
     [
@@ -171,8 +168,6 @@ TWICE = '{"arm": "a", "value": 1, "value": 2}'
         ("[[1]]", ""),
         ("[" * 100_000, ""),
         ('{"a": {}}\n\n3x', "line 3"),
-        (TWICE, ""),
-        (f"[{TWICE}]", ""),
     ],
 )
 def test_damaged_json_is_refused_in_one_line(text, where, tmp_path):

@@ -1,6 +1,7 @@
 """`lm judge` and `lm.judge`: verdicts on tables of anybody's runs."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -219,6 +220,49 @@ def test_runs_that_do_not_beat_chance_have_not_learned(right, verdict):
     assert lm.judge(table, better="higher").verdict[1] != "not learned"
     assert lm.judge(table.assign(chance=0.125), better="higher").verdict[1] == verdict
     assert lm.judge(RUNS.assign(chance=0.0)).verdict[1] == "not learned"
+
+
+@pytest.mark.parametrize(
+    ("offset", "factor", "bounds"), [(0, 1, None), (0, 1, (0, 1)), (0, 100, (0, 100)), (1, -1, (0, 1))]
+)
+@pytest.mark.parametrize("unpaired", [False, True])
+def test_an_accuracy_in_per_cent_and_an_error_rate_get_an_accuracys_verdict(offset, factor, bounds, unpaired):
+    accuracies = pd.DataFrame(
+        {
+            "arm": np.repeat(["a", "b"], 5),
+            "seed": [*range(5)] * 2,
+            "value": [1, 0.99, 1, 0.99, 1, 0.99, 1, 0.99, 1, 0.99],
+        }
+    )
+    table = accuracies.assign(value=offset + factor * accuracies["value"])
+    options = {"better": "lower" if factor < 0 else "higher", "matters": 0.25 * abs(factor), "unpaired": unpaired}
+    judged = lm.judge(table, bounds=bounds, **options).iloc[1]
+    assert judged["verdict"] == "undecided"
+    assert "an arm may fail in some seeds and in none of 5" in judged["reason"]
+    without_bounds = lm.judge(table, bounds=(-math.inf, math.inf), **options).iloc[1]
+    assert without_bounds["verdict"] == "no difference above margin"
+    with pytest.raises(RunError, match=r"outside of the bounds 200 and 300"):
+        lm.judge(table, bounds=(200, 300), **options)
+
+
+def test_the_seeds_that_a_verdict_needs_are_enough_to_see_an_arm_that_fails_in_some():
+    rows = [("a", seed, 1 - seed % 2 / 100) for seed in range(5)] + [
+        ("b", seed, 0.99 + seed % 2 / 100) for seed in range(5)
+    ]
+    table = pd.DataFrame(rows, columns=["arm", "seed", "value"])
+    judged = lm.judge(table, better="higher", matters=0.25).iloc[1]
+    assert judged["seeds_needed"] == 11
+    assert "takes at least 11" in judged["reason"]
+
+
+def test_ranges_of_positions_are_judged_by_their_mean():
+    rows = [
+        {"arm": arm, "seed": seed, "sample": sample, "x": x, "until": until, "value": (arm == "b") + seed / 10 + x}
+        for arm in "ab" for seed in range(3) for sample in range(2) for x, until in ((0, 1), (1, 4))
+    ]  # fmt: skip
+    judged = lm.judge(pd.DataFrame(rows))
+    assert judged["mean"].tolist() == pytest.approx([0.85, 1.85])
+    assert lm.judge(pd.DataFrame(rows), where="x == 0")["mean"].tolist() == pytest.approx([0.1, 1.1])
 
 
 def test_weights_count_within_a_run_only_as_parts_of_their_sum():
