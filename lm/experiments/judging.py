@@ -480,11 +480,7 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
     """Print the entries of a judgement as a table of numbers, and below the table each verdict with its reason. Only
     the first MAX_PRINTED_ROWS entries are printed.
     """
-    omission = (
-        f"printed: the first {MAX_PRINTED_ROWS:,} of {len(entries):,} lines; lm judge --json and verdicts.json hold all"
-    )
-    notes = [omission] if len(entries) > MAX_PRINTED_ROWS else []
-    entries = entries[:MAX_PRINTED_ROWS]
+    n_entries, entries = len(entries), entries[:MAX_PRINTED_ROWS]
     table = summary_table(judgement, entries)
     number_columns = tuple((column, cells) for column, cells in table.filled_columns if column.kind != "words")
     print_tables(replace(table, title=title, filled_columns=number_columns))
@@ -494,7 +490,8 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
             open_question = judgement.verdicts[entry["size"], entry["arm"]].no_answer_reason
             reason = entry["reason"].removeprefix(open_question).lstrip(":; ")  # the verdict's words end with it
             print(": ".join(filter(None, (arm, entry["words"], reason))))
-    print(*notes, sep="\n", end="\n" * len(notes))
+    if n_entries > len(entries):
+        print(f"printed: the first {len(entries)} of {n_entries} lines; lm judge --json and verdicts.json hold all")
 
 
 # ---------------------------------------------------------------- the noise of runs

@@ -136,7 +136,7 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
     experiment, entries, metric = procedure.experiment, judgement.summary_rows(), procedure.experiment.declared_metric
     summary = PageSection("Summary")
     summary.add_block("note", f"Decides: {with_unit(experiment.primary_metric.metric, metric.unit)}.")
-    summary.add_block("note", _adjustment_text(experiment, judgement.value_bounds is not None))
+    summary.add_block("note", _adjustment_text(judgement))
     summary.add_block("note", (noise := seed_scatter_text(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
     failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failed_runs(procedure)]
     summary.add_block("warning", failed + procedure.notes())
@@ -239,21 +239,20 @@ def answer_cards(judgement: Judgement) -> list[VerdictCard]:
     return cards
 
 
-def _adjustment_text(experiment: Experiment, has_bounds: bool) -> str:
+def _adjustment_text(judgement: Judgement) -> str:
     """Name the test that compares arms, and the family of comparisons for which p values and intervals are adjusted."""
-    arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary_metric
+    question = judgement.question
+    arms, sizes = len(question.arms) - 1, len(question.judged_rates)
     test = "Student t intervals of paired differences over seeds"
     coverage = ": all intervals hold together with 95%, and each word follows from its interval"
     caveat = "They assume that seeds scatter alike to both sides: one-sided noise of one arm is not covered"
-    if has_bounds:
+    if judgement.value_bounds:
         caveat += ". An end that does not leave out 0 assumes nothing but the lowest and highest value of the metric"
     if arms * sizes == 1:
         return f"There is one comparison, by {test}. Nothing is adjusted. {caveat}."
-    comparisons = (
-        f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
-    )
+    comparisons = f"{arms * sizes} comparisons with {question.arms[0]} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
     adjustment = f"p values and intervals are adjusted by their joint distribution{coverage}."
-    return f"Family: {comparisons} on {primary.metric}, by {test}. {adjustment} {caveat}."
+    return f"Family: {comparisons} on {question.primary_metric.metric}, by {test}. {adjustment} {caveat}."
 
 
 # ---------------------------------------------------------------- tables

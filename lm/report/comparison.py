@@ -20,8 +20,10 @@ from lm.report.tables import axis_text, printable_text, recorded_value_text
 from lm.runs.evaluations import CURVE_COLUMNS, Metric, evaluation_rows, grouped_mean, point_means
 from lm.runs.record import RunRecord
 from lm.statistics.intervals import (
+    ALPHA,
     MIN_DOCUMENTS,
     Interval,
+    bounded_mean_ends,
     estimate_over_seeds,
     interval_over_documents,
     interval_over_questions,
@@ -218,7 +220,9 @@ class ArmComparison:
         paired = self.paired_differences(arm_and_baseline_units)
         no_interval_reason, interval = self._incomparable_reason(arm, arm_and_baseline_units, paired), None
         if not no_interval_reason:
-            interval = paired_interval(paired, grouped_mean(paired, ["seeds"], paired["weight"])["value"].to_numpy())
+            interval = paired_interval(
+                paired, grouped_mean(paired, ["seeds"], paired["weight"])["value"].to_numpy(), metric
+            )
             interval = clip_difference_interval(interval, metric)
             if not interval:
                 no_interval_reason = NO_INTERVAL_REASON
@@ -359,23 +363,34 @@ def run_interval(unit_rows: pd.DataFrame, mean: float) -> Interval | None:
 
 
 def _mean_interval(run_intervals: list[Interval | None], run_means: np.ndarray, metric: Metric) -> Interval | None:
-    """Return the interval of the mean of an arm's runs: a single run's own interval, else Student's t interval over
-    seeds. If runs have Wilson intervals, the interval over seeds is widened to contain each of them."""
+    """Return the interval of the mean of an arm's runs: a single run's own interval, else the interval over seeds. If
+    runs have Wilson intervals, the interval over seeds is widened to contain each of them."""
     if len(run_intervals) == 1:
         return run_intervals[0]
-    seed_interval = estimate_over_seeds(run_means).interval()
+    seed_interval = interval_over_seeds(run_means, 0.0, metric)
     if metric.units != "questions" or None in run_intervals:
         return seed_interval
-    intervals = [*run_intervals, *[seed_interval] * seed_interval.is_bounded]
+    intervals = [*run_intervals, seed_interval]
     low, high = min(interval.low for interval in intervals), max(interval.high for interval in intervals)
     return Interval(float(run_means.mean()), max(0.0, low), min(1.0, high), seed_interval.noise_source)
 
 
-def paired_interval(paired_rows: pd.DataFrame, seed_means: np.ndarray) -> Interval | None:
-    """Return the interval of the mean of paired differences at one point: Student's t over seeds, or for one seed over
-    documents. `seed_means`: mean differences by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
+def interval_over_seeds(seed_means: np.ndarray, lowest: float, metric: Metric) -> Interval:
+    """Return Student's t interval of a mean over seeds. For fractions it is widened so that it holds for any values
+    between `lowest` and 1: an arm may fail altogether in some seeds, and in none of a few."""
+    interval = estimate_over_seeds(seed_means).interval()
+    if metric.unit != "fraction":
+        return interval
+    ends = [interval.low, interval.high] * interval.is_bounded
+    ends += map(float, bounded_mean_ends(seed_means, lowest, 1.0, ALPHA / 2))
+    return replace(interval, low=min(ends), high=max(ends))
+
+
+def paired_interval(paired_rows: pd.DataFrame, seed_means: np.ndarray, metric: Metric) -> Interval | None:
+    """Return the interval of the mean of paired differences at one point: over seeds, or for one seed over documents.
+    `seed_means`: mean differences by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
     if len(seed_means) > 1:
-        return estimate_over_seeds(seed_means).interval()
+        return interval_over_seeds(seed_means, -1.0, metric)
     return interval_over_documents(*(paired_rows[name].to_numpy() for name in ("value", "weight", "group")))
 
 

@@ -230,7 +230,7 @@ def _point_interval(
     """
     metric = unit_rows["about"].iloc[0]
     if shows_differences:
-        return clip_difference_interval(paired_interval(unit_rows, run_means), metric)
+        return clip_difference_interval(paired_interval(unit_rows, run_means, metric), metric)
     if metric.control:
         return None
     if comparison.metric_names[metric_index].axis_kind == "points":

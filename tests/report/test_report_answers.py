@@ -112,13 +112,11 @@ def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
         return accuracy_interval(compare_folders(*folders)[0], 0, RECALL, 64)
 
     spread = arm("spread", 0.6875, 0.8125, 0.75)
-    assert spread.as_list() == pytest.approx(
-        [0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5]
-    )
+    assert spread.low < 0.75 - 4.302653 * 0.0625 / 3**0.5, "of the values alone, an arm may fail in some seeds"
+    assert spread.high > 0.75 + 4.302653 * 0.0625 / 3**0.5
+    assert arm("right", 1.0, 1.0, 1.0).low < 0.025 ** (1 / 3) + 1e-6
     assert arm("wide", 0.8, 0.8, 0.2).high == 1
-    assert arm("equal", 0.75, 0.75).as_list() == pytest.approx(of_sequences(0.75).as_list()), (
-        "seeds that agree are no certainty"
-    )
+    assert arm("equal", 0.75, 0.75).low < of_sequences(0.75).low, "seeds that agree are no certainty"
     assert arm("first", 0.6, 0.62, 0.64).as_list() == pytest.approx(arm("last", 0.64, 0.62, 0.6).as_list()), (
         "no seed stands for the others"
     )
