@@ -63,8 +63,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 64 << 20  # bytes of text whose tokens are in a shard; it ends with a document
 OMITTED_LIST_PREFIX = "omitted-"  # beginning of the names of the lists of documents left out, one a shard
 SEQUENCES_PER_TASK = 64  # sequences of each task that a store without text holds in each split
-# limits of `_count_answers_by_symbol`: answers per symbol, sequences per task
-MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192
+MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192  # of each task, for `_count_answers_by_symbol`
 END_TOKENS_SPELLED_IN_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # texts may spell them between documents
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 # Assignment of a document. A copy is left out because another document has the same content; an omitted document,
@@ -237,15 +236,13 @@ def _write_shard(
     decoded from its tokens.
 
     `path_by_assignment` has the file of each split, by the split's number; `assignment` says for each document the
-    number of its split. `advance` is called with the bytes of each document, or of each piece of a long one. If
-    `on_error` is `fail`, the first document that can't be decoded raises UnreadableError.
+    number of its split. `advance` is called with the bytes of each document or piece. If `on_error` is `fail`, the
+    first document that can't be decoded raises UnreadableError.
     """
     omitted: dict[int, str] = {}
     with ExitStack() as stack:
-        files = {
-            split: stack.enter_context(replace_file(path, STORE_NAME_IN_ERRORS))
-            for split, path in path_by_assignment.items()
-        }
+        paths = path_by_assignment.items()
+        files = {split: stack.enter_context(replace_file(path, STORE_NAME_IN_ERRORS)) for split, path in paths}
         for document, tokens in tokenized_documents:
             advance(document.n_bytes)
             file = files[assignment[document.index]]
@@ -377,9 +374,8 @@ def _hashes_to_hold_out(hashes_and_sizes: list[tuple[np.ndarray, np.ndarray]], f
     """Return the hashes of the documents to hold out. Each source gives its smallest hashes, until the documents that
     have them make up `fraction` of the source's bytes.
 
-    No source gives all its hashes. A document is large if it has more than half, and more than `fraction`, of its
-    source's bytes; it then stays in training. A source with such a document holds out others, at most about half of
-    their bytes, even if `fraction` asks for more.
+    No source gives all its hashes. A document with more than half, and more than `fraction`, of its source's bytes
+    stays in training. A source with such a document holds out at most about half of the bytes of its other documents.
 
     hashes_and_sizes: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """

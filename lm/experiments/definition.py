@@ -33,8 +33,7 @@ from lm.plugins import PLUGINS
 from lm.runs.evaluations import Metric
 from lm.runs.folder import CHECKPOINTS_FOLDER, SWAPPED_FOLDER, checkpoint_path
 
-# keys that are set in a copy of a parsed configuration, as no other key depends on them
-_KEYS_SET_AFTER_PARSING = "name", "runs", "seed"
+_KEYS_SET_AFTER_PARSING = "name", "runs", "seed"  # in a copy of the configuration: no other key depends on them
 _SEEDS_REMEDY = "the runs that choose a rate must not judge it"
 TOKENS_KEY = "trainer.tokens_per_parameter"
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
@@ -226,7 +225,7 @@ class Experiment:
             start["init_from"] = str(
                 folder / SWAPPED_FOLDER / f"{stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
             )
-        elif source_config and arm.branch_step:
+        elif source_config and arm.branch_step is not None:
             start["branch_from"] = str(checkpoint_path(source_config.run_folder / CHECKPOINTS_FOLDER, arm.branch_step))
             start["init_from"] = source_config.init_from
         elif source_config:
@@ -417,8 +416,7 @@ def _parse_experiment(file: Path, overrides: list[str]) -> Experiment:
 def _ineffective_keys(experiment: Experiment, changes_by_path_prefix: dict[str, dict[str, Plain]]) -> Iterator[Problem]:
     """Yield a problem for each key of an arm, a size or the command line that another value replaces in every run.
 
-    changes_by_path_prefix: the keys by the beginning of their paths: `arms.NAME.`, `sizes.NAME.`, or empty for the
-        command line.
+    changes_by_path_prefix: keys by their path's beginning: `arms.NAME.`, `sizes.NAME.`; empty for the command line.
     """
     plains = {}
     for size, arm in experiment.size_arms:
@@ -447,9 +445,8 @@ def _parse_arm(name: str, block: dict[str, Plain], arms: dict[str, Arm], file: P
 
     if source is not None and source_name not in arms:
         baseline_words = "the first arm is the baseline, which starts from random weights"
-        refuse(
-            "from", source, "is no earlier arm", suggestion_or_all_names(source_name, arms) if arms else baseline_words
-        )
+        remedy = suggestion_or_all_names(source_name, arms) if arms else baseline_words
+        refuse("from", source, "is no earlier arm", remedy)
     if source is None and swap:
         refuse("swap", to_plain(swap), "there are no weights to swap", "say of which arm: `from`")
     if start.step is not None and (source is None or swap or not start.train):
@@ -556,10 +553,11 @@ def _check_arms(experiment: Experiment, config_by_arm: dict[str, Config]) -> Ite
         identity = f"{arm.source_arm} {arm.branch_step} {arm.swap} {arm.is_trained} {config_hash(config)}"
         if (name := names.setdefault(identity, arm.name)) != arm.name:
             yield Problem(path, arm.config_changes, f"is the same as {name}", "change it, or drop it")
-        if arm.branch_step and arm.branch_step not in (kept := _kept_checkpoint_steps(config_by_arm[arm.source_arm])):
+        step, source_config = arm.branch_step, config_by_arm.get(arm.source_arm)
+        if step is not None and step not in (kept := _kept_checkpoint_steps(source_config)):
             reason = f"is no step that {arm.source_arm} keeps a checkpoint of ({', '.join(map(str, kept))})"
             remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
-            yield Problem(f"{path}.step", arm.branch_step, reason, remedy)
+            yield Problem(f"{path}.step", step, reason, remedy)
         sequences = _measured_sequence_options(experiment, config)
         if other := [key for key, value in sequences.items() if value != baseline_sequences.get(key)]:
             reason = f"measures {metric} on other sequences than the baseline ({', '.join(other)})"
