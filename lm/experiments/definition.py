@@ -62,7 +62,8 @@ class Arm:
     source_arm: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
     is_trained: bool = True  # False: the swapped weights are measured without further training
-    # the step of `source` at which the arm branches off, with optimizer state and position in the data; None: no branch
+    # the step of `source` at which the arm branches off, with optimizer state and position in the data, at
+    # least 1; None: no branch
     branch_step: int | None = None
 
     @property
@@ -225,7 +226,7 @@ class Experiment:
             start["init_from"] = str(
                 folder / SWAPPED_FOLDER / f"{stem}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
             )
-        elif source_config and arm.branch_step is not None:
+        elif source_config and arm.branch_step:
             start["branch_from"] = str(checkpoint_path(source_config.run_folder / CHECKPOINTS_FOLDER, arm.branch_step))
             start["init_from"] = source_config.init_from
         elif source_config:
@@ -553,11 +554,10 @@ def _check_arms(experiment: Experiment, config_by_arm: dict[str, Config]) -> Ite
         identity = f"{arm.source_arm} {arm.branch_step} {arm.swap} {arm.is_trained} {config_hash(config)}"
         if (name := names.setdefault(identity, arm.name)) != arm.name:
             yield Problem(path, arm.config_changes, f"is the same as {name}", "change it, or drop it")
-        step, source_config = arm.branch_step, config_by_arm.get(arm.source_arm)
-        if step is not None and step not in (kept := _kept_checkpoint_steps(source_config)):
+        if arm.branch_step and arm.branch_step not in (kept := _kept_checkpoint_steps(config_by_arm[arm.source_arm])):
             reason = f"is no step that {arm.source_arm} keeps a checkpoint of ({', '.join(map(str, kept))})"
             remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
-            yield Problem(f"{path}.step", step, reason, remedy)
+            yield Problem(f"{path}.step", arm.branch_step, reason, remedy)
         sequences = _measured_sequence_options(experiment, config)
         if other := [key for key, value in sequences.items() if value != baseline_sequences.get(key)]:
             reason = f"measures {metric} on other sequences than the baseline ({', '.join(other)})"
