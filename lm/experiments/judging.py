@@ -311,10 +311,12 @@ class Judgement:
         If the question doesn't give them, they are 0 and 1 where higher is better and the values of all runs lie within
         0 and 1, as for an accuracy.
         """
-        finite = self.run_columns["value"][np.isfinite(self.run_columns["value"])]
         if bounds := self.question.value_bounds:
             return bounds if np.isfinite(bounds).all() else None
-        is_accuracy = self.primary_metric.better == "higher" and ((finite >= 0) & (finite <= 1)).all()
+        values = self.run_columns["value"]  # infinite for unfinished runs
+        is_accuracy = (
+            self.primary_metric.better == "higher" and ((values >= 0) & (values <= 1) | ~np.isfinite(values)).all()
+        )
         return (0.0, 1.0) if is_accuracy else None
 
     @cached_property
