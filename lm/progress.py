@@ -68,7 +68,7 @@ class Progress:
 class StepProgress(Progress):
     """Shows the progress of a training run in steps, with loss, speed and remaining time.
 
-    If lines replace the bar, one is printed after each twentieth of the run.
+    A terminal shows a bar. Elsewhere a line is printed after each twentieth of the run.
     """
 
     def __init__(self, mode: str, max_steps: int):

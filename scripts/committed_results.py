@@ -49,7 +49,7 @@ class ExperimentResults:
 
     @property
     def table_name(self) -> str:
-        """Return the name of the tables in the page, which is also that of the picture's file in docs/."""
+        """Return the name of the experiment's tables on its page in docs/, which is also that of the picture's file."""
         return self.name
 
     @property

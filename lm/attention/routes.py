@@ -300,9 +300,10 @@ def _hide_later_keys(scores: Tensor) -> Tensor:
 def _softmax_blocks(
     q: Tensor, k: Tensor, logit_map: nn.Module | None
 ) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
-    """Yield the heads, queries, keys and the coefficients of `logit_map`, for each block of scores.
+    """Yield, for each block of scores, its slices of the N heads, of the queries and of the keys, and the values that
+    `logit_map` needs for the distance of each query and key; None without `logit_map`.
 
-    q (N, T, D) are the last T of the S tokens of k (N, S, D).
+    N counts the heads of all sequences. q (N, T, D) are the last T of the S tokens of k (N, S, D).
     """
     (n, queries), keys = q.shape[:2], k.size(1)
     first = keys - queries
@@ -325,8 +326,8 @@ def block_softmax(
 ) -> Tensor:
     """Return causal softmax(scale q.k + key_bias) v, (B, H, T, E) in the dtype of `v`, computed by blocks of queries.
 
-    The queries q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D) and v (B, H, S, E). `logit_map` turns
-    scale q.k into other scores, as in `_BlockSoftmax`. key_bias: broadcastable to (B, H, S); not with `logit_map`.
+    The queries q (B, H, T, D) are the last T of the S tokens of k (B, H, S, D) and v (B, H, S, E). `logit_map` is a
+    module that turns scale q.k into other scores. key_bias: broadcastable to (B, H, S); not with `logit_map`.
     """
     wide_dtype = torch.promote_types(v.dtype, torch.float32)
     flat_tensors = (x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v))
@@ -351,8 +352,8 @@ def _query_blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[s
 
     A causal block has the keys up to its last query. Their number is rounded up to a multiple of an eighth of all keys,
     as blocks of few different sizes reuse memory. On a CPU a causal block has at most an eighth of the sequence's
-    queries. If these have fewer than `MIN_BLOCK_WEIGHTS` weights (pairs of query and key), the block has more queries,
-    up to this number of weights.
+    queries. A block of so few weights (pairs of query and key) that they are below `MIN_BLOCK_WEIGHTS` gets more
+    queries, up to this number of weights.
     """
     length, keys, row_weights, on_cpu = q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2), q.device.type == "cpu"
     eighth_of_keys, max_weights = -(-keys // 8), MAX_BLOCK_WEIGHTS if on_cpu else MAX_GPU_BLOCK_WEIGHTS

@@ -261,7 +261,7 @@ def merge_bases(
     Args:
         path: the file that contains the block.
         base_key_path: the path of the key `base` within that file, for errors.
-        inheriting_files: the files that inherit from those in `base`, as in `read_yaml`.
+        inheriting_files: the files that lead to this block by their `base`; if one comes again, it is a circle.
 
     Raises ConfigError: `base` is not a file or a list of files, or one of them can't be read or is not a configuration.
     """

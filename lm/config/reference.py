@@ -171,7 +171,7 @@ def _field_schema(spec: Field, definitions: dict[str, JsonSchema]) -> JsonSchema
 
 def _type_schema(hint: type, limits: dict[str, float]) -> JsonSchema:
     """Return the JSON Schema of a value of type `hint`. Numbers in the value, also in a list or map, must be within
-    `limits`.
+    `limits`, whose names are those of `lm.attention.options.key`, such as {"ge": 0}.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

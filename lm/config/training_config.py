@@ -64,7 +64,7 @@ class Optimizer:
 
 @dataclass
 class AdamW(Optimizer):
-    """AdamW (arXiv 1711.05101) updates all parameters."""
+    """These are the options of AdamW (arXiv 1711.05101), which updates all parameters."""
 
     name: ClassVar[str] = "adamw"
     beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)

@@ -249,8 +249,9 @@ class HeadStatistic:
     """This statistic has one value for each head. It is computed from sums over the defined rows of a sequence
     (`AttentionRows.defined_row_mask`), such as sums of weights by key position.
 
-    `sum_rows` sorts (query, key) pairs into L groups, such as key positions or distances, L the tokens of a sequence.
-    For each head it returns the L groups' sums of a value over their pairs, then their L numbers of pairs: (H, 2 L).
+    `sum_rows` sorts (query, key) pairs into L groups, such as key positions or distances. L is the number of tokens of
+    a sequence. For each head the first L numbers are sums of a value over the groups' pairs, and the last L numbers
+    count these pairs: (H, 2 L).
     `reduce_sequence_sums` turns these sums into a number for each head.
     """
 
@@ -359,8 +360,8 @@ def nan_mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> n
 
 
 def half_octave_ranges(key_counts: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """Return ranges of the number of keys, (first, last), each half an octave long, in which some of the numbers
-    `key_counts` lie.
+    """Return ranges (first, last) of numbers of keys. Each range is half an octave long, and holds some of
+    `key_counts`.
 
     The training length is the end of a range. `key_counts` may hold NaN, which is in no range.
     """

@@ -261,8 +261,8 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 
 
 def has_any_final_evaluation(experiment: Experiment) -> bool:
-    """Return whether the experiment's folder has an evaluation of a final run (a run that is judged), of any
-    configuration."""
+    """Return whether the experiment's folder has an evaluation of a final run (a run that is judged), also of one with
+    another configuration than now."""
     configs = chain(*(experiment.folder.glob(pattern) for pattern in (f"*/{CONFIG_FILE}", f"*/*/{CONFIG_FILE}")))
     return any(
         any((path.parent / EVALUATIONS_FOLDER).glob("*.csv")) and b"stage: final" in path.read_bytes()

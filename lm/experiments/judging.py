@@ -440,7 +440,7 @@ def _differences_by_rate_pair(arm_values: np.ndarray, baseline_values: np.ndarra
 
 
 def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Table:
-    """Return the table of `Judgement.summary_rows`, a row for each size and arm."""
+    """Return a table with a row for each of `entries`, the sizes and arms of `Judgement.summary_rows`."""
     verdicts = [judgement.verdicts.get((entry["size"], entry["arm"])) for entry in entries]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:

@@ -223,9 +223,10 @@ class Cluster:
         return f"local on {socket.gethostname()}" if self.engine == "local" else self.engine
 
     def submit(self, function: Callable[[], object], nodes: int = 1, devices: int = 1) -> "Job":
-        """Submit a job that calls `function`: once on a single node, and on several nodes once for each of the
-        `devices` of each node. Returns the job, whose result is that of the first call. Raises RunError: the scheduler
-        refuses.
+        """Submit a job that calls `function`. A job on one node calls it once; a job on several nodes calls it once for
+        each of the `devices` of each node.
+
+        Returns the job, whose result is that of the first call. Raises RunError: the scheduler refuses.
         """
         # A job of this machine inherits the blocked signals: Ctrl-C and a closed terminal are to stop this process
         # alone.
@@ -341,7 +342,7 @@ class ExperimentTrainer:
         cluster: trains the runs in a scheduler's jobs; None: processes of this machine train them.
 
     Attributes:
-        pending_runs: for each run that is being trained, the future of its training, mapped to the run and its GPUs.
+        pending_runs: the run and its GPUs by the future of its training, for all runs that are being trained.
         failures_by_folder: the failures of runs, by run folder.
     """
 

@@ -254,7 +254,7 @@ def _tick_text(value: float, uses_binary_units: bool) -> str:
 
 
 def _draw_trace(axes: Axes, trace: Trace) -> None:
-    """Draw the points of a trace into `axes`, in the style of `drawn_as` and of its arm."""
+    """Draw the points of a trace into `axes`, in the style of its arm and of `trace.drawn_as`."""
     style = arm_style(trace.arm_index)
     colour, points = style["color"], style | {"linestyle": "none"}
     match trace.drawn_as:

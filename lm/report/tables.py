@@ -204,7 +204,7 @@ def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | N
 
 
 def escape_markup(text: str) -> str:
-    """Return `text` for rich, without markup and control characters."""
+    """Return `text` for rich: brackets are printed as they are, control characters are made visible."""
     return markup.escape(terminal_text(text))
 
 

@@ -296,6 +296,7 @@ def _model_folder(checkpoint_or_folder: Path) -> Path:
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:
     """Write the model at `source` as the model folder `out`, with the metadata of its training run, and return `out`.
+    `checkpoint` is `last`, `best` or a step.
 
     Raises RunError: there is no model at `source`, or `out` is not empty or can't be written. No incomplete folder is
     left.

@@ -40,8 +40,7 @@ class Interval:
 
     @property
     def is_bounded(self) -> bool:
-        """Return whether both ends are finite and differ. It is False where all values of a sample are equal
-        (`Estimate.half_width`)."""
+        """Return whether both ends are finite and differ. Equal values have no interval: it is then False."""
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
     def as_list(self) -> list[float]:

@@ -147,9 +147,9 @@ class Comparison:
         """Return the ends of the interval of each mean difference by Student's t.
 
         Where all seeds have equal differences in a bounded metric, the sign-flip test decides whether the interval
-        leaves out 0; for unpaired runs the permutation test does. A test gives no ends. If 0 is left out, the end
-        closer to 0 is therefore taken from `_bounded_metric_ends`, and the other end is the mean. Otherwise the ends
-        are 0 and the mean. `interval_ends` then widens the interval, except at an end that leaves out 0.
+        leaves out 0; for unpaired runs the permutation test does. A test gives no ends. If the test leaves out 0, the
+        end closer to 0 is therefore taken from `_bounded_metric_ends`, and the other end is the mean. If it does not,
+        the ends are 0 and the mean. `interval_ends` then widens the interval, except at an end that leaves out 0.
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half

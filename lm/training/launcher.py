@@ -76,7 +76,8 @@ def _variable_error(name: str, reason: str) -> ConfigError:
 
 
 def end_with_parent(process: Process) -> None:
-    """If Lightning started this process, end it soon after its parent, another process of the run, has ended.
+    """If Lightning started this process, described by `process`, end it soon after its parent, another process of the
+    run, has ended.
 
     Children of a killed parent would otherwise wait minutes for its tensors. In the parent, this function only stores
     the parent's id in an environment variable, which its children read.

@@ -35,9 +35,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
     Unlike torch's class, which multiplies one matrix at a time, this class orthogonalises projections of one shape
     together, for speed.
 
-    A batch collects matrices until it has `MUON_BATCH_ELEMENTS` entries or more. A step needs 12 to 22 bytes for each
-    entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have
-    AdamW's state.
+    A stack of matrices, which are orthogonalised at once, grows until it has `MUON_BATCH_ELEMENTS` entries or more. A
+    step needs 12 to 22 bytes for each entry of a stack. The state of a matrix is one `momentum_buffer` of its shape, in
+    fp32; other parameters have AdamW's state.
 
     Arguments are the same as for every builder in `OPTIMIZER_BUILDERS`; Muon's options include AdamW's.
     """

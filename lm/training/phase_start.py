@@ -327,8 +327,8 @@ def start_from_checkpoint(config: Config, checkpoint_content: dict[str, object])
 def resume_or_branch(
     config: Config, store: Store, checkpoint_content: dict[str, object], path: Path
 ) -> tuple[PhaseStart, EnvironmentFacts, list[str]]:
-    """Return the start of a run from a checkpoint, facts for environment.json on the run that saved the checkpoint, and
-    notes to print. `check_before_preparation` has compared the configurations.
+    """Return the start of a run from a checkpoint, and notes to print. The second item is what environment.json says of
+    the run that saved the checkpoint. `check_before_preparation` has compared the configurations.
 
     checkpoint_content, path: content and path of the checkpoint.
 

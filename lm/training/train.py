@@ -118,8 +118,8 @@ def _another_run_error(checkpoint: Path, config: Config) -> RunError:
 
 
 def refuse_moved_run_folder(config: Config, command_arguments: list[str]) -> None:
-    """If one of `command_arguments` is the config.yaml of a run folder, check that `resume=auto` goes on with the run
-    in that folder.
+    """If one of `command_arguments` is the config.yaml of a run folder, check that this folder is the one in which
+    `resume=auto` goes on.
 
     Raises RunError: a new run would start, as the folder was renamed, or as the key `runs` is a path relative to
     another working directory.
