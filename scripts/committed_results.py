@@ -99,7 +99,7 @@ def compare_at_best_rates(
         n_shared_rates=sum(rate in arm_values for rate in baseline_values) or None,
         must_hold_at_all_rates=other_values_chose_rates,
         higher_is_better=higher_is_better,
-        difference_or_unpaired_bounds=ACCURACY_BOUNDS if higher_is_better else None,
+        possible_range=ACCURACY_BOUNDS if higher_is_better else None,
     )
 
 
@@ -141,7 +141,7 @@ def trend_table(
         slopes = np.polyfit([*values], np.eye(len(values)), 1)[0]  # a change is this sum of a seed's values
         bounds = (-abs(slopes).sum() / 2, abs(slopes).sum() / 2) if higher_is_better else None
         changes[name] = Comparison(
-            slopes @ [*values.values()], higher_is_better=higher_is_better, difference_or_unpaired_bounds=bounds
+            slopes @ [*values.values()], higher_is_better=higher_is_better, possible_range=bounds
         )
     for name, verdict in judge_comparisons(changes, matters).items():
         cells = [format_values(values_by_row[name][part]) if part in values_by_row[name] else "" for part in parts]

@@ -67,7 +67,7 @@ class Overview:
 
     def verdicts(self, arm: str) -> list[Verdict]:
         """Return three verdicts on an arm: loss at the training length, loss beyond it, and recall."""
-        rate, length = self.recall_results.rates(arm)[0], self.recall_results.decisive_lengths[0]
+        rate, length = self.recall_results.learning_rates(arm)[0], self.recall_results.decisive_lengths[0]
         return [
             self.short_loss_results.verdicts[arm, self.baseline, self.short_loss_results.decisive_columns[0]],
             self.long_loss_results.verdicts[arm, self.baseline, self.long_column],
@@ -84,7 +84,7 @@ class Overview:
             )
         ]
         recall = self.recall_results.accuracies[
-            arm, self.recall_results.rates(arm)[0], self.recall_results.decisive_lengths[0]
+            arm, self.recall_results.learning_rates(arm)[0], self.recall_results.decisive_lengths[0]
         ].mean()
         ratio = (
             "1"

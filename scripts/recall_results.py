@@ -85,7 +85,7 @@ class RecallResults(ExperimentResults):
             for key, run in lines.groupby(["arm", self.compared_column, "x"])
         }
 
-    def rates(self, arm: str) -> list[float]:
+    def learning_rates(self, arm: str) -> list[float]:
         """Return the learning rates of an arm's final runs in ascending order; the best first if arms are tuned."""
         rates = sorted({rate for name, rate, _ in self.accuracies if name == arm})
         return (
@@ -99,11 +99,11 @@ class RecallResults(ExperimentResults):
         """Return the verdicts by arm, rate and length. They are one family: their intervals hold together."""
         comparisons = {}
         for arm in self.labels:
-            arm_rates = self.rates(arm)
+            arm_rates = self.learning_rates(arm)
             for length in self.decisive_lengths if arm != self.baseline else ():
                 if self.is_tuned:
                     by_rates = [
-                        {rate: self.accuracies[name, rate, length] for rate in self.rates(name)}
+                        {rate: self.accuracies[name, rate, length] for rate in self.learning_rates(name)}
                         for name in (arm, self.baseline)
                     ]
                     comparisons[arm, arm_rates[0], length] = compare_at_best_rates(*by_rates, higher_is_better=True)
@@ -111,7 +111,7 @@ class RecallResults(ExperimentResults):
                 for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
                     comparisons[arm, rate, length] = Comparison(
-                        differences, higher_is_better=True, difference_or_unpaired_bounds=ACCURACY_BOUNDS
+                        differences, higher_is_better=True, possible_range=ACCURACY_BOUNDS
                     )
         return judge_comparisons(comparisons, self.matters)
 
@@ -132,7 +132,7 @@ class RecallResults(ExperimentResults):
 
     def _accuracy_at_best_rate(self, arm: str) -> np.ndarray:
         """Return the accuracy (seeds, lengths) of an arm at its best rate."""
-        return np.stack([self.accuracies[arm, self.rates(arm)[0], length] for length in self.lengths], 1)
+        return np.stack([self.accuracies[arm, self.learning_rates(arm)[0], length] for length in self.lengths], 1)
 
     def tables(self) -> dict[str, str]:
         """Return the Markdown tables of the page, by name."""
@@ -157,7 +157,7 @@ class RecallResults(ExperimentResults):
         ]
         heads += [f"{title}, at {length:,}" for length in self.decisive_lengths]
         places = [
-            (arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranks_arms else self.rates(arm))
+            (arm, rate) for arm in self.arms for rate in (self.learning_rates(arm)[: 1 if self.ranks_arms else None])
         ]
         lines = [
             [self._row_label(rate), self.labels[arm], *self._row_cells(arm, rate)]
@@ -174,7 +174,7 @@ class RecallResults(ExperimentResults):
 
         rate_or_size: the learning rate, or size, of the runs (`compared_column`); None: the arm's best rate.
         """
-        rate_or_size = self.rates(arm)[0] if rate_or_size is None else rate_or_size
+        rate_or_size = self.learning_rates(arm)[0] if rate_or_size is None else rate_or_size
         by_length = np.array([self.accuracies[arm, rate_or_size, length] for length in self.lengths])
         observed = [first_length_below_half(self.lengths, accuracy) for accuracy in by_length.T]
         n_fallen, median = int(np.isfinite(observed).sum()), float(np.median(observed))
@@ -189,7 +189,8 @@ class RecallResults(ExperimentResults):
         """
         values_by_row = {
             name: {
-                part: self.accuracies[arm, self.rates(arm)[0], self.decisive_lengths[0]] for arm, part in arms.items()
+                part: self.accuracies[arm, self.learning_rates(arm)[0], self.decisive_lengths[0]]
+                for arm, part in arms.items()
             }
             for name, arms in self.training_fractions_by_trend.items()
         }
@@ -211,7 +212,7 @@ class RecallResults(ExperimentResults):
         with styled_figure(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
             draw_percentages(axes, values)
             for row, arm in enumerate(self.arms):
-                verdict = self.verdicts.get((arm, self.rates(arm)[0], self.decisive_lengths[0]))
+                verdict = self.verdicts.get((arm, self.learning_rates(arm)[0], self.decisive_lengths[0]))
                 statement = (
                     "baseline"
                     if verdict is None

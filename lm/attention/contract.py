@@ -234,7 +234,7 @@ def check_n_per_query(options: Options) -> None:
     require(torch.allclose(new_rows, old_rows, rtol=0, atol=1e-12), message)
 
 
-def check_row_sums(options: Options) -> None:
+def check_declared_sums(options: Options) -> None:
     """keys after the query have weight 0; whether each query's weights sum to one (or are all 0) is as the options
     declare
 
@@ -450,7 +450,7 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
     check_n_per_query,
     check_fast_path,
     check_finite_differences,
-    check_row_sums,
+    check_declared_sums,
     check_query_independence,
     check_scale_by_position,
     check_score_map,

@@ -54,7 +54,7 @@ class WSDRate:
         return self.final_fraction + (1 - self.final_fraction) * min(1.0, (max_steps - step) / decay_steps)
 
 
-class Optimizer:
+class OptimizerOptions:
     """Base class of the options of optimizers, the rules by which gradients become updates."""
 
     name: ClassVar[str]
@@ -63,7 +63,7 @@ class Optimizer:
 
 
 @dataclass
-class AdamW(Optimizer):
+class AdamW(OptimizerOptions):
     """These are the options of AdamW (arXiv 1711.05101), which updates all parameters."""
 
     name: ClassVar[str] = "adamw"
@@ -124,7 +124,7 @@ class OptimConfig:
     """The options of the block `optim`: the optimizer, the batch size and the learning rate by step."""
 
     lr: float = key(1e-3, "peak learning rate", {"on_resume": "branch"}, gt=0)
-    optimizer: Optimizer = variant(OPTIMIZERS, "adamw", "how gradients become updates")
+    optimizer: OptimizerOptions = variant(OPTIMIZERS, "adamw", "how gradients become updates")
     groups: ParameterGroups = section(ParameterGroups, "learning rate and weight decay of groups of parameters")
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", ge=0)
     warmup_steps: int = key(

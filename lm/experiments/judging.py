@@ -236,7 +236,7 @@ class Judgement:
             differences, place, sum(rate in shared_rates for rate in baseline_runs) or None,
             question.must_hold_at_all_rates,
             higher_is_better=self.primary_metric.better == "higher",
-            difference_or_unpaired_bounds=self._difference_or_unpaired_bounds,
+            possible_range=self._possible_range,
             unpaired_values=tuple(values) if question.unpaired_with_baseline else None,
             seed_and_document_estimate=seed_and_document_estimate, obstacle=obstacle,
         )  # fmt: skip
@@ -320,7 +320,7 @@ class Judgement:
         return (0.0, 1.0) if is_accuracy else None
 
     @cached_property
-    def _difference_or_unpaired_bounds(self) -> tuple[float, float] | None:
+    def _possible_range(self) -> tuple[float, float] | None:
         """Return the lowest and the highest value that `value_bounds` allow for what is judged; None without bounds.
         If runs are paired, this is the difference from the baseline or from the target. If runs are unpaired, it is the
         metric itself.

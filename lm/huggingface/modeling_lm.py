@@ -37,7 +37,7 @@ from lm.model.blocks import (
     Block,
     DifferentialV1,
     ForwardContext,
-    GatedBlock,
+    GauBlock,
     make_norm,
     rotation_at,
 )
@@ -216,11 +216,11 @@ class LmBlock(CheckpointedLayer, Block):
     """This layer consists of attention and an MLP."""
 
 
-class LmGatedBlock(CheckpointedLayer, GatedBlock):
+class LmGauBlock(CheckpointedLayer, GauBlock):
     """This layer consists of one gated attention unit (arXiv 2202.10447)."""
 
 
-BLOCK_CLASSES = {"attention": LmBlock, "gau": LmGatedBlock}
+BLOCK_CLASSES = {"attention": LmBlock, "gau": LmGauBlock}
 
 
 # ---------------------------------------------------------------- models

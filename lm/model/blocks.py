@@ -464,7 +464,7 @@ class Block(nn.Module):
         return self.dropout(self.mlp_norm(self.mlp(x)) if self.post_norm else self.mlp(self.mlp_norm(x)))
 
 
-class GatedBlock(nn.Module):
+class GauBlock(nn.Module):
     """A layer with a gated attention unit computes x + gau(norm(x)).
 
     x is (B, T, C), the result (B, T - output_start, C), for the tokens from `context.output_start` on.

@@ -24,7 +24,7 @@ from lm.model.blocks import (
     DecodingCache,
     DifferentialV1,
     ForwardContext,
-    GatedBlock,
+    GauBlock,
     UninitialisedEmbedding,
     make_norm,
 )
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = UninitialisedEmbedding(seq_len, config.n_embd) if config.position.has_length_limit else None
         self.dropout = nn.Dropout(config.dropout)
-        block = {"attention": Block, "gau": GatedBlock}[config.block.name]
+        block = {"attention": Block, "gau": GauBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
         first_normalizers: dict[type, Normalizer] = {}
         for normalizer in self.normalizers():

@@ -68,7 +68,7 @@ class Comparison:
     higher_is_better: bool = False
     # the least and the greatest possible value: of a difference, or of an arm's runs where they are not paired. None:
     # values have no such bounds
-    difference_or_unpaired_bounds: tuple[float, float] | None = None
+    possible_range: tuple[float, float] | None = None
     # values of the arm, (its rates, its seeds), and of the baseline, where their runs are not paired. The pairs in
     # `metric_differences` are then arbitrary, and as many as the smaller number of seeds
     unpaired_values: IntervalEnds | None = None
@@ -112,7 +112,7 @@ class Comparison:
         """
         estimates = difference_estimates or self.difference_estimates
         low, high = self._ends_at_best_rates(lambda alpha: self._student_t_ends(estimates, alpha), alpha)
-        bounds = self.difference_or_unpaired_bounds
+        bounds = self.possible_range
         if not bounds:
             return low, high
         # That there is a difference rests on Student's t. That there is none above a margin takes enough seeds to see
@@ -153,7 +153,7 @@ class Comparison:
         """
         half = estimates.half_width(alpha)
         low, high = estimates.mean - half, estimates.mean + half
-        if self.difference_or_unpaired_bounds and (is_tied := estimates.standard_error == 0).any():
+        if self.possible_range and (is_tied := estimates.standard_error == 0).any():
             # half as large a tail as that of an end on the far side of 0
             (bounded_low, bounded_high), without_0 = self._bounded_metric_ends(alpha / 2), half == 0
             near_low, near_high = np.maximum(bounded_low, _JUST_ABOVE_0), np.minimum(bounded_high, -_JUST_ABOVE_0)
@@ -166,9 +166,9 @@ class Comparison:
         """Return the ends of the interval of each mean of a bounded metric, at each pair of rates. They hold for any
         distribution; either end misses the true mean with probability `alpha`."""
         if self.unpaired_values is None:
-            return bounded_mean_ends(self.differences_by_rate, *self.difference_or_unpaired_bounds, alpha)
+            return bounded_mean_ends(self.differences_by_rate, *self.possible_range, alpha)
         (low, high), (base_low, base_high) = (
-            bounded_mean_ends(values, *self.difference_or_unpaired_bounds, alpha / 2) for values in self.unpaired_values
+            bounded_mean_ends(values, *self.possible_range, alpha / 2) for values in self.unpaired_values
         )
         return low[..., None] - base_high[..., None, :], high[..., None] - base_low[..., None, :]
 
@@ -180,7 +180,7 @@ class Comparison:
         For an accuracy it is the smallest n with (1 - margin)^n below `alpha`; for unpaired runs, below half of
         `alpha`.
         """
-        bounds = self.difference_or_unpaired_bounds
+        bounds = self.possible_range
         if bounds is None:
             return 0
         reach, tail = (max(map(abs, bounds)), alpha) if self.unpaired_values is None else (np.ptp(bounds), alpha / 2)
@@ -307,7 +307,7 @@ def stack_comparisons(comparisons: Mapping[ArmName, Comparison]) -> list[Compari
             comparison.must_hold_at_all_rates,
             comparison.higher_is_better,
         )
-        stacks[shapes, design, comparison.difference_or_unpaired_bounds][name] = comparison
+        stacks[shapes, design, comparison.possible_range][name] = comparison
     results = []
     for members in stacks.values():
         first = next(iter(members.values()))
@@ -439,7 +439,7 @@ def _kind_and_reason(
         return "better" if is_better else "worse", f"{finding} {test}", ""
     if is_within:
         reason = f"the interval holds 0 and lies within {margin:g}{method}"
-        return "no difference above margin", f"{reason}{'' if stack.difference_or_unpaired_bounds else assumption}", ""
+        return "no difference above margin", f"{reason}{'' if stack.possible_range else assumption}", ""
     if is_tied and not interval.is_bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         reason = f"{tie}: p = {p:.2g} by the {exact_test}{remark}"

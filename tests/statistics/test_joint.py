@@ -128,7 +128,7 @@ def test_bounded_ends_of_agreeing_seeds_are_where_a_failure_can_be_missed():
 
 
 def accuracy(values: list[float]) -> Comparison:
-    return Comparison(values, higher_is_better=True, difference_or_unpaired_bounds=(-1.0, 1.0))
+    return Comparison(values, higher_is_better=True, possible_range=(-1.0, 1.0))
 
 
 def test_equivalence_of_accuracies_takes_seeds_enough_to_see_one_fail():
@@ -159,7 +159,7 @@ def test_seeds_that_agree_on_a_large_difference_leave_out_0_and_no_more():
 def test_unpaired_accuracies_take_twice_the_care_as_either_arm_may_fail(seeds: int):
     arm = np.ones((1, seeds))
     comparison = Comparison(
-        [[[0.0] * seeds]], higher_is_better=True, unpaired_values=(arm, arm), difference_or_unpaired_bounds=(0.0, 1.0)
+        [[[0.0] * seeds]], higher_is_better=True, unpaired_values=(arm, arm), possible_range=(0.0, 1.0)
     )
     verdict = judge_comparisons({"a": comparison}, 0.25)["a"]
     end = 1 - 0.025 ** (1 / seeds)

@@ -164,22 +164,18 @@ def unpaired(values: list[float]) -> Comparison:
     """The comparison of a half of the values with the other half, brought into 0 and 1."""
     arm, baseline = (np.array([values[part]]) + 0.5 for part in (slice(0, None, 2), slice(1, None, 2)))
     count = min(arm.shape[1], baseline.shape[1])
-    return Comparison(
-        arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), difference_or_unpaired_bounds=(0.0, 1.0)
-    )
+    return Comparison(arm[:, :count] - baseline[:, :count], unpaired_values=(arm, baseline), possible_range=(0.0, 1.0))
 
 
 @settings(deadline=None)  # quadratures
-@given(
-    families(), st.sampled_from([Comparison, partial(Comparison, difference_or_unpaired_bounds=(-1.0, 1.0)), unpaired])
-)
+@given(families(), st.sampled_from([Comparison, partial(Comparison, possible_range=(-1.0, 1.0)), unpaired]))
 def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], compare: Callable):
     comparisons = {number: compare(values * 2) for number, values in enumerate(family)}
     found_verdicts = judge_comparisons(comparisons, MATTERS)
     for verdict in found_verdicts.values():
         low, high = verdict.interval.low, verdict.interval.high
         without_0, is_within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
-        is_accuracy = comparisons[0].difference_or_unpaired_bounds is not None
+        is_accuracy = comparisons[0].possible_range is not None
         assert low < high or not is_accuracy, "an interval of an accuracy has a length"
         assert not is_accuracy or -1 <= low <= high <= 1
         expected = {
