@@ -44,7 +44,7 @@ def test_intervals_and_p_are_scipys(design):
         runs, options = {"base": base, "arm": arm}, DESIGNS[design]
         (verdict,) = judge_table(
             table_of(runs if design != "against a number" else {"arm": arm}),
-            **{"better": None, "unpaired": False, "target": None} | options,
+            **{"better": None, "unpaired": False, "target": None, "bounds": None} | options,
             **{"metric": "", "matters": 0.01, "baseline": None, "condition": "", "split_columns": ()},
             arm_column="arm",
             seed_column="seed",
