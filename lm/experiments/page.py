@@ -403,7 +403,6 @@ def differences_picture(experiment: Experiment, judgement: Judgement) -> Picture
     panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), has_zero_line=True, margin=margin)
     rates_part = " and rates" * any(len(rates) > 1 for rates in judgement.runs_by_arm.values())
     caption = (
-        f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold "
-        "together with 95%."
+        f"Dots: single seeds. Bars: mean with its interval over seeds{rates_part}; all of them hold together with 95%."
     )
     return Picture([panel], names, f"{caption} Shaded: differences below {margin:g}.")

@@ -28,6 +28,7 @@ from lm.statistics.intervals import (
     interval_over_documents,
     interval_over_questions,
 )
+from lm.statistics.verdicts import Comparison
 
 # what names of metrics in reports end with, if other documents are left out
 REPORTING_SUFFIX = "of reporting documents"
@@ -363,34 +364,32 @@ def run_interval(unit_rows: pd.DataFrame, mean: float) -> Interval | None:
 
 
 def _mean_interval(run_intervals: list[Interval | None], run_means: np.ndarray, metric: Metric) -> Interval | None:
-    """Return the interval of the mean of an arm's runs: a single run's own interval, else the interval over seeds. If
-    runs have Wilson intervals, the interval over seeds is widened to contain each of them."""
+    """Return the interval of the mean of an arm's runs: a single run's own interval, else Student's t interval over
+    seeds. For a fraction it is `bounded_mean_ends`, since an arm may fail altogether in some seeds and in none of a
+    few. If runs have Wilson intervals, the interval over seeds is widened to contain each of them."""
     if len(run_intervals) == 1:
         return run_intervals[0]
-    seed_interval = interval_over_seeds(run_means, 0.0, metric)
+    seed_interval = estimate_over_seeds(run_means).interval()
+    if metric.unit == "fraction":
+        low, high = map(float, bounded_mean_ends(run_means, 0.0, 1.0, ALPHA / 2))
+        seed_interval = replace(seed_interval, low=low, high=high)
     if metric.units != "questions" or None in run_intervals:
         return seed_interval
     intervals = [*run_intervals, seed_interval]
     low, high = min(interval.low for interval in intervals), max(interval.high for interval in intervals)
-    return Interval(float(run_means.mean()), max(0.0, low), min(1.0, high), seed_interval.noise_source)
-
-
-def interval_over_seeds(seed_means: np.ndarray, lowest: float, metric: Metric) -> Interval:
-    """Return Student's t interval of a mean over seeds. For fractions it is widened so that it holds for any values
-    between `lowest` and 1: an arm may fail altogether in some seeds, and in none of a few."""
-    interval = estimate_over_seeds(seed_means).interval()
-    if metric.unit != "fraction":
-        return interval
-    ends = [interval.low, interval.high] * interval.is_bounded
-    ends += map(float, bounded_mean_ends(seed_means, lowest, 1.0, ALPHA / 2))
-    return replace(interval, low=min(ends), high=max(ends))
+    return replace(seed_interval, low=low, high=high)
 
 
 def paired_interval(paired_rows: pd.DataFrame, seed_means: np.ndarray, metric: Metric) -> Interval | None:
-    """Return the interval of the mean of paired differences at one point: over seeds, or for one seed over documents.
-    `seed_means`: mean differences by seed. None for one seed with fewer than `MIN_DOCUMENTS` documents."""
+    """Return the interval of the mean of paired differences at one point: over seeds, as that of a verdict, or for one
+    seed over documents. `seed_means`: mean differences by seed. None for one seed with fewer than `MIN_DOCUMENTS`
+    documents."""
     if len(seed_means) > 1:
-        return interval_over_seeds(seed_means, -1.0, metric)
+        interval = estimate_over_seeds(seed_means).interval()
+        if metric.unit != "fraction":
+            return interval
+        low, high = map(float, Comparison([[seed_means]], possible_range=(-1.0, 1.0)).interval_ends())
+        return replace(interval, low=low, high=high)
     return interval_over_documents(*(paired_rows[name].to_numpy() for name in ("value", "weight", "group")))
 
 
