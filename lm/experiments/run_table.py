@@ -179,7 +179,7 @@ def read_runs(
     if "until" in rows and rows["until"].notna().any():  # of `lm.results`: ranges of positions
         from lm.runs.evaluations import grouped_mean  # imports torch
 
-        keys = [name for name in rows if name not in ("x", "until", "value", value)]
+        keys = rows.columns.difference(["x", "until", "value", value])
         rows = grouped_mean(rows, keys, rows["until"] - rows["x"])
     if "seed" not in columns:
         keys = [name for name in (*split_columns, "size", "arm") if name in rows]

@@ -365,12 +365,12 @@ def run_interval(unit_rows: pd.DataFrame, mean: float) -> Interval | None:
 
 def _mean_interval(run_intervals: list[Interval | None], run_means: np.ndarray, metric: Metric) -> Interval | None:
     """Return the interval of the mean of an arm's runs: a single run's own interval, else Student's t interval over
-    seeds. For a fraction it is `bounded_mean_ends`, since an arm may fail altogether in some seeds and in none of a
-    few. If runs have Wilson intervals, the interval over seeds is widened to contain each of them."""
+    seeds. For an accuracy it is `bounded_mean_ends`, since an arm may fail altogether in some seeds and in none of
+    a few. If runs have Wilson intervals, the interval over seeds is widened to contain each of them."""
     if len(run_intervals) == 1:
         return run_intervals[0]
     seed_interval = estimate_over_seeds(run_means).interval()
-    if metric.unit == "fraction":
+    if metric.unit == "fraction" and metric.better == "higher":
         low, high = map(float, bounded_mean_ends(run_means, 0.0, 1.0, ALPHA / 2))
         seed_interval = replace(seed_interval, low=low, high=high)
     if metric.units != "questions" or None in run_intervals:
@@ -386,7 +386,7 @@ def paired_interval(paired_rows: pd.DataFrame, seed_means: np.ndarray, metric: M
     documents."""
     if len(seed_means) > 1:
         interval = estimate_over_seeds(seed_means).interval()
-        if metric.unit != "fraction":
+        if metric.unit != "fraction" or metric.better != "higher":
             return interval
         low, high = map(float, Comparison([[seed_means]], possible_range=(-1.0, 1.0)).interval_ends())
         return replace(interval, low=low, high=high)

@@ -160,5 +160,8 @@ def test_a_difference_of_accuracies_has_the_interval_of_its_verdict():
         table = pd.DataFrame({"arm": list("aaaabbbb"), "seed": [*range(4)] * 2, "value": values})
         low, high = lm.judge(table, better="higher").loc[1, ["alone low", "alone high"]]
         differences = table["value"][4:].to_numpy() - table["value"][:4].to_numpy()
-        interval = paired_interval(None, differences, Metric(unit="fraction"))
+        interval = paired_interval(None, differences, Metric(unit="fraction", better="higher"))
         assert (interval.low, interval.high) == pytest.approx((low, high))
+    # a fraction that only describes attention has Student's t
+    described = paired_interval(None, np.array([0.01, 0.03, 0.02]), Metric(unit="fraction"))
+    assert described.low == pytest.approx(0.02 - 4.302653 * 0.01 / 3**0.5)
