@@ -22,7 +22,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, value_text
 from lm.evaluation.held_out import validation_sequences
 from lm.experiments.definition import SHARED_SETTINGS, Experiment, name_with_size, present_plan, read_experiment
-from lm.experiments.judging import SizeArm, seed_scatter_text
+from lm.experiments.judging import SizeArm, power_and_noise_sentences
 from lm.experiments.page import send_experiment_to_wandb, write_verdicts
 from lm.experiments.procedure import Procedure, Run, forget_failures, remaining_commands
 from lm.experiments.trainer import (
@@ -349,7 +349,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
         )
         size_words = f", {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs{growth}"
     yield f"{sum(counts.values())} runs{size_words}"
-    known_runs, judgement = procedure.known_runs(), procedure.judgement()
+    known_runs = procedure.known_runs()
     ended_runs = [run for run in known_runs if run.outcome.has_ended]
     ended = [(finished_run_seconds(run), run_costs[run.size, run.arm].flops) for run in ended_runs] if run_costs else []
     if timed := [(seconds, run_flops) for seconds, run_flops in ended if seconds and run_flops]:
@@ -361,8 +361,7 @@ def plan_lines(procedure: Procedure, slots: list[Devices]) -> Iterator[str]:
         yield "time: known once the first run has ended"
     yield f"done: {len(ended_runs)} of the {len(known_runs)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; a difference of {primary.matters:g} matters"
-    yield from judgement.power_sentences(len(experiment.seeds))
-    yield from filter(None, [seed_scatter_text(judgement)])
+    yield from power_and_noise_sentences(procedure.judgement(), len(experiment.seeds))
     yield from procedure.notes()
     trainers = [experiment.example_config(size, arm).trainer for size, arm in experiment.size_arms]
     settings = [

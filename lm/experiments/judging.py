@@ -564,19 +564,19 @@ def noise_sentences(noise: dict[str, Plain]) -> Iterator[str]:
         yield f"a difference of {needed['difference']:g} takes these seeds of each arm: {words}"
 
 
-def seed_scatter_text(judgement: Judgement) -> str:
-    """Return a sentence on how an experiment's final runs scatter, each arm at its judged rate; empty while no arm has
-    two such runs."""
+def power_and_noise_sentences(judgement: Judgement, seed_count: int) -> Iterator[str]:
+    """Yield the `power_sentences` of an experiment, and one on how its final runs scatter, each arm at its judged rate,
+    once an arm has two such runs."""
+    yield from judgement.power_sentences(seed_count)
     size_arms = [size_arm for size_arm in judgement.runs_by_arm if judgement.runs_at_judged_rate(*size_arm)]
     if not size_arms:
-        return ""
+        return
     values = [judgement.judged_values_or_inf(*size_arm) for size_arm in size_arms]
     index = pd.MultiIndex.from_tuples(size_arms, names=("size", "arm"))
-    if not (noise := measure_noise(pd.DataFrame(values, index).replace(math.inf, math.nan), True)):
-        return ""
-    paired = noise["paired_differences"]
-    words = f", differences paired by seed by {_spread_text(paired)}" if paired else ""
-    return f"noise: single runs scatter by {_spread_text(noise['single_runs'])}{words}"
+    if noise := measure_noise(pd.DataFrame(values, index).replace(math.inf, math.nan), True):
+        paired = noise["paired_differences"]
+        words = f", differences paired by seed by {_spread_text(paired)}" if paired else ""
+        yield f"noise: single runs scatter by {_spread_text(noise['single_runs'])}{words}"
 
 
 def _spread_text(spread: list[float]) -> str:

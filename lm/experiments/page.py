@@ -16,8 +16,8 @@ from lm.experiments.judging import (
     DIVERGED_KEY,
     FINISHED,
     Judgement,
+    power_and_noise_sentences,
     print_verdicts,
-    seed_scatter_text,
     summary_table,
 )
 from lm.experiments.procedure import Procedure, failed_runs
@@ -137,7 +137,8 @@ def experiment_files(procedure: Procedure, folder: Path, judgement: Judgement) -
     summary = PageSection("Summary")
     summary.add_block("note", f"Decides: {with_unit(experiment.primary_metric.metric, metric.unit)}.")
     summary.add_block("note", _adjustment_text(judgement))
-    summary.add_block("note", (noise := seed_scatter_text(judgement)) and f"{noise[:1].upper()}{noise[1:]}.")
+    for sentence in power_and_noise_sentences(judgement, len(experiment.seeds)):
+        summary.add_block("note", f"{sentence[:1].upper()}{sentence[1:]}.")
     failed = [f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failed_runs(procedure)]
     summary.add_block("warning", failed + procedure.notes())
     summary.add_block("table", summary_table(judgement, entries), "summary")

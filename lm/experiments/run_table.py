@@ -334,14 +334,14 @@ def _check_seeds(
 
 def _unbeaten_level_texts(frame: pd.DataFrame, better: str) -> pd.Series:
     """Return the column `unlearned` that `judge` takes: `chance (LEVEL)` for runs that are not better than the level in
-    the column `chance`, else an empty text."""
+    the column `chance`, else an empty text. Of losses, `learning nothing (LEVEL)`."""
     levels = pd.Series("", frame.index)
     is_known = frame["chance"].notna() & (frame["state"] == FINISHED)
     for _, run in frame[is_known].groupby(_RUN_COLUMNS, dropna=False):
         mean, level = (np.average(run[name], weights=run["weight"]) for name in ("value", "chance"))
         groups = run["group"].to_numpy() if run["group"].notna().any() else None
         if is_unlearned(mean, level, better, run["value"].to_numpy(), run["weight"].to_numpy(), groups):
-            levels[run.index] = f"chance ({level:.3g})"
+            levels[run.index] = f"{'chance' if better == 'higher' else 'learning nothing'} ({level:.3g})"
     return levels
 
 

@@ -128,9 +128,12 @@ def four_digit_text(value: float) -> str:
 
 
 def signed_text(value: float) -> str:
-    """Format a difference with its sign."""
-    text = f"{value:+.4f}" if abs(value) < 100 else f"{'+' * (value > 0)}{four_digit_text(value)}"
-    return "0.0000" if float(text) == 0 else text
+    """Format a difference with its sign: four decimals below a magnitude of 100, six if four are zeros, so that the
+    end of an interval shows on which side of 0 it lies. Differences below 1e-6 are zero."""
+    if abs(value) < 1e-6:
+        return "0.0000"
+    small = f"{value:+.{6 if abs(value) < 5e-5 else 4}f}"
+    return small if abs(value) < 100 else f"{'+' * (value > 0)}{four_digit_text(value)}"
 
 
 # ---------------------------------------------------------------- formats

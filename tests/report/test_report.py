@@ -183,6 +183,7 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
         (123.456, "123.5", "+123.5"),
         (4.5, "4.5000", "+4.5000"),
         (-1e-9, "0.0000", "0.0000"),
+        (3e-5, "0.0000", "+0.000030"),  # an end of an interval, above 0
     ],
 )
 def test_numbers_have_no_exponent_and_zero_no_sign(value, written, as_difference):
