@@ -1,5 +1,6 @@
 # Sourced by the other scripts: makes .venv beside this folder if it is absent or out of date, and enters it.
-# PYTHON chooses the interpreter (3.11 or later); LM_CONSTRAINTS another constraints file, or none (LM_CONSTRAINTS=).
+# PYTHON chooses the interpreter (3.11 or later); LM_CONSTRAINTS another constraints file, or none (LM_CONSTRAINTS=). The variable extras
+# says which extras of pyproject.toml are installed: a script that sources this one may set it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,12 +17,14 @@ if [ -n "${PYTHON:-}" ] && [ -x .venv/bin/python ] && [ "$("$python" -c "$versio
     echo "error: .venv has Python $(.venv/bin/python -c "$version"), PYTHON=$PYTHON is $("$python" -c "$version"): rm -r .venv, or unset PYTHON" >&2
     exit 1
 fi
-wanted=$(cat pyproject.toml ${constraints:+"$constraints"} | cksum)
-if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
+extras=${extras:-corpora,dev}
+wanted="$(cat pyproject.toml ${constraints:+"$constraints"} | cksum) $extras"
+unset PYTHONDONTWRITEBYTECODE # what is imported is compiled once, and nothing else (--no-compile)
+if [[ "$(cat .venv/installed 2>/dev/null)" != "$wanted"* ]]; then # corpora alone is there if corpora,dev is
     say "installing into .venv (about a minute)"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
     .venv/bin/python -m pip --version > /dev/null 2>&1 || .venv/bin/python -m ensurepip > /dev/null  # uv makes none, nor does a venv cut short
-    .venv/bin/python -m pip install -qq --disable-pip-version-check ${constraints:+-c "$constraints"} -e '.[corpora,dev]'
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-compile ${constraints:+-c "$constraints"} -e ".[$extras]"
     printf '%s' "$wanted" > .venv/installed
 fi
 export PATH="$PWD/.venv/bin:$PATH"
