@@ -106,8 +106,8 @@ class Overview:
         return tiers
 
     def tables(self) -> dict[str, str]:
-        """Return the table of the page in Markdown, by its name. A word in italics says that a number is better or
-        worse.
+        """Return the tables of the page in Markdown, by name. In the first a word in italics says that a number is
+        better or worse; the second has the differences at the training length.
         """
         lines = [
             ["", *self.headings, "tier"],
@@ -119,7 +119,8 @@ class Overview:
                 *judged, time = self.number_cells(arm)
                 judged = [f"{cell} *{word}*" if word else cell for cell, word in zip(judged, words, strict=True)]
                 lines.append([self.long_loss_results.labels[arm], *judged, time, tier])
-        return {self.table_name: markdown_table(lines)}
+        verdicts_at_training_length = self.short_loss_results.verdict_table()
+        return {self.table_name: markdown_table(lines), f"{self.table_name} verdicts": verdicts_at_training_length}
 
     def draw_picture(self) -> bytes:
         """Return the picture: a row for each arm, by tiers. The colour of a number shows its verdict."""

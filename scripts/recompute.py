@@ -227,7 +227,7 @@ ALL_RESULTS = (
             *baseline_pairs("ssmax", TEXT_SWAP_LABELS),
             ("ssmax, n=fixed:256", "ssmax"),
         ),
-        LOSS_AT_2048_COLUMNS,
+        {"215 to 255": TableColumn("", "loss", "as trained", 215)} | LOSS_AT_2048_COLUMNS,
         picture_rows={"QK-norm": baseline_pairs("ssmax_fixed", ("ssmax", *TEXT_SWAP_LABELS))},
     ),
     LossResults(
@@ -472,6 +472,7 @@ HEADLINE_VERDICTS = (
         ("ssmax", 3e-3, 16384),
     ),
     ("", "", "recall-tuned", ("softmax", 6e-3, 16384)),
+    ("recall at 128 times, exploratory", "retrieval.md#the-control", "recall-control", ("ssmax", 1e-3, 8192)),
     (
         "recall after 2,400 steps, exploratory",
         "retrieval.md#a-temperature-put-in-after-training",
