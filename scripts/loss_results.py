@@ -439,7 +439,8 @@ class LossResults(ExperimentResults):
                 range(len(self.compared_pairs)), [self.labels[row_name] for row_name, _ in self.compared_pairs]
             )
             panels[0, 0].set_ylim(len(self.compared_pairs) - 0.5, -0.5)
-            baseline = self.labels[self.compared_pairs[0][1]]
+            baselines = {self.labels[baseline] for _, baseline in self.compared_pairs}
+            baseline = baselines.pop() if len(baselines) == 1 else "its baseline"
             figure.supxlabel(f"loss minus that of {baseline}, nats (grey: at most {self.matters:g})", fontsize=9)
             return svg_bytes(figure)
 

@@ -18,6 +18,7 @@ from committed_results import KEPT_DIAGNOSTICS, ROOT, markdown_table
 from loss_results import LONG_CONTEXT_SETTINGS, LossResults, RowAndBaseline, TableColumn
 from overview import Overview
 from recall_results import RecallResults
+from size_results import LossResultsBySize
 
 ARM_LABELS = {
     "softmax": "softmax",
@@ -114,6 +115,9 @@ NORMALIZER_2026_LABELS = {
     "lssa": "LSSA, first stage",
     "threshold": "thresholds, one view",
 }
+LABELS_BY_SIZE = {arm: NORMALIZER_LABELS[arm] for arm in ("softmax", "ssmax", "log_n", "forget", "stick_breaking")}
+SIZES = {"0.25M": ("sizes", 252_000), "0.41M": ("text-all", 411_000), "1.3M": ("sizes", 1_313_000)}
+ROW_LABELS_BY_SIZE = {f"{arm} {size}": f"{label}, {size}" for size in SIZES for arm, label in LABELS_BY_SIZE.items()}
 LAYER_VARIANT_LABELS = {
     "softmax": "softmax",
     "differential": "differential attention",
@@ -282,6 +286,17 @@ ALL_RESULTS = (
         LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
         matters=0.03,
         ranks_arms=True,
+    ),
+    LossResultsBySize(
+        "sizes",
+        "text-normalizers.md",
+        ROW_LABELS_BY_SIZE,
+        tuple((f"{arm} {size}", f"softmax {size}") for arm in [*LABELS_BY_SIZE][1:] for size in SIZES),
+        LOSS_AT_256_COLUMNS | LOSS_AT_2048_COLUMNS,
+        matters=0.05,
+        draws_intervals=True,
+        arm_labels=LABELS_BY_SIZE,
+        sizes=SIZES,
     ),
     LossResults(
         "text-layers",
@@ -528,6 +543,14 @@ HEADLINE_VERDICTS = (
     ),
     ("", "", "text-all", ("forget", "softmax", THETA_SETTING)),
     ("", "", "text-all", ("ssmax", "softmax", THETA_SETTING)),
+    (
+        "loss of speeches at 8 times, other sizes",
+        "text-normalizers.md#models-of-three-sizes",
+        "sizes",
+        ("stick_breaking 0.25M", "softmax 0.25M", THETA_SETTING),
+    ),
+    ("", "", "sizes", ("stick_breaking 1.3M", "softmax 1.3M", THETA_SETTING)),
+    ("", "", "sizes", ("ssmax 1.3M", "softmax 1.3M", THETA_SETTING)),
     (
         "loss of speeches at the training length",
         "length.md#at-the-training-length",

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 from conftest import ROOT
 
 from lm.statistics.verdicts import Comparison, judge_comparisons
@@ -17,15 +18,16 @@ import collect
 import committed_results
 import recompute
 from loss_results import LossResults, TableColumn
+from size_results import LossResultsBySize
 
 
 @pytest.fixture
-def commit(monkeypatch, tmp_path) -> Callable[[list[dict[str, object]]], None]:
-    """What writes lines of runs as the results of an experiment `made`, the only ones there are."""
+def commit(monkeypatch, tmp_path) -> Callable[..., None]:
+    """What writes lines of runs as the results of an experiment, by default `made`. There are no others."""
 
-    def write(lines: list[dict[str, object]]) -> None:
-        (tmp_path / "made").mkdir()
-        pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
+    def write(lines: list[dict[str, object]], name: str = "made") -> None:
+        (tmp_path / name).mkdir()
+        pd.DataFrame(lines).to_csv(tmp_path / name / "seeds.csv", index=False)
         monkeypatch.setattr(committed_results, "RESULTS_FOLDER", tmp_path)
 
     return write
@@ -117,6 +119,39 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     assert cells[2].endswith("*better by more than 0.02*")
     assert cells[3].startswith("-0.198 [")  # at its own rate, but worse than the baseline at the other one
     assert "undecided" in cells[3]
+
+
+def test_the_change_with_each_doubling_is_welchs_between_two_sizes_of_two_experiments(commit):
+    rng, losses = np.random.default_rng(1), {}
+    for name, seeds in (("made", 5), ("other", 8)):
+        fields = {"rate": 0.1, "stage": "final", "metric": "mean loss", "setting": "tuned", "x": 512}
+        fields |= {"size": "small"} if name == "made" else {}  # an experiment of one size has no column for it
+        losses[name] = {arm: rng.normal(4, 0.1, seeds) for arm in ("base", "arm")}
+        lines = [
+            fields | {"arm": arm, "seed": seed, "value": value}
+            for arm, values in losses[name].items()
+            for seed, value in enumerate(values)
+        ]
+        commit([*lines, *({**line, "size": "tiny"} for line in lines if "size" in line)], name)
+    sizes = {"small": ("made", 100), "large": ("other", 400)}  # two doublings
+    labels = {f"{arm} {size}": f"{arm}, {size}" for size in sizes for arm in ("base", "arm")}
+    result = LossResultsBySize(
+        "made",
+        "",
+        labels,
+        tuple((f"arm {size}", f"base {size}") for size in sizes),
+        {"tuned": TableColumn("", "mean loss", "tuned", 512)},
+        ("tuned",),
+        "tuned",
+        arm_labels={"base": "a baseline", "arm": "an arm"},
+        sizes=sizes,
+    )
+    large, small = (losses[name]["arm"] - losses[name]["base"] for name in ("other", "made"))
+    interval = scipy.stats.ttest_ind(large, small, equal_var=False).confidence_interval()
+    expected = [value / 2 for value in (large.mean() - small.mean(), *interval)]
+    assert result.size_trend_table().splitlines()[-1] == "| an arm | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*expected)
+    assert [line.split(" | ")[0] for line in result.table().splitlines()[2:]] == [f"| {x}" for x in labels.values()]
+    assert result.verdicts["arm small", "base small", "tuned"].interval.mean == pytest.approx(small.mean())
 
 
 def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(monkeypatch, tmp_path):
