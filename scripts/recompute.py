@@ -118,6 +118,13 @@ NORMALIZER_2026_LABELS = {
 LABELS_BY_SIZE = {arm: NORMALIZER_LABELS[arm] for arm in ("softmax", "ssmax", "log_n", "forget", "stick_breaking")}
 SIZES = {"0.25M": ("sizes", 252_000), "0.41M": ("text-all", 411_000), "1.3M": ("sizes", 1_313_000)}
 ROW_LABELS_BY_SIZE = {f"{arm} {size}": f"{label}, {size}" for size in SIZES for arm, label in LABELS_BY_SIZE.items()}
+SEEDED_BUGS = {
+    "no_bug": "no bug",
+    "n_too_large": "n one too large",
+    "mask_leaks": "the mask leaks the next token",
+    "dropout": "no bug, dropout 0.1",
+    "dropout_left_on": "dropout 0.1, left on in evaluation",
+}
 LAYER_VARIANT_LABELS = {
     "softmax": "softmax",
     "differential": "differential attention",
@@ -359,6 +366,21 @@ ALL_RESULTS = (
     ),
     RecallResults(
         "recall-blind", "retrieval.md", {arm: f"arm {arm}" for arm in "abcd"}, "a", (64,), 0.25, is_tuned=True
+    ),
+    LossResults(
+        "seeded-bugs",
+        "retrieval.md",
+        {
+            f"{arm} {bug}": f"{label}: {ARM_LABELS[arm]}"
+            for bug, label in SEEDED_BUGS.items()
+            for arm in ("softmax", "ssmax")
+        },
+        tuple((f"ssmax {bug}", f"softmax {bug}") for bug in SEEDED_BUGS),
+        {f"{length:,}": TableColumn("", "mqar accuracy", "as trained", length) for length in (64, 2048)},
+        ("2,048",),
+        "2,048",
+        0.5,
+        is_accuracy=True,
     ),
     RecallResults(
         "recall-after",
