@@ -43,24 +43,23 @@ class LossResultsBySize(LossResults):
 
     def size_trend_table(self) -> str:
         """Return a Markdown table of how each arm's difference to the baseline changes with each doubling of
-        parameters: the slope of a line through the sizes' means, by least squares, with its 95 % interval (Welch's t,
-        as sizes share no seeds)."""
+        parameters: the slope of a line through the sizes' means, by least squares, with its 95 % interval. Sizes of one
+        experiment share seeds, and are combined seed by seed; experiments share none (Welch's t)."""
         (baseline, *arms), parameters = self.arm_labels, [count for _, count in self.sizes.values()]
         slope_weights = np.linalg.pinv(np.vander(np.log2(parameters), 2))[0]
         lines = [["with each doubling of parameters", *self.decisive_columns]]
         for arm in arms:
             cells = []
             for column in self.decisive_columns:
-                estimates = [
-                    estimate_over_seeds(
-                        np.subtract(*(self.best_values(f"{name} {size}", column) for name in (arm, baseline)))
-                    )
-                    for size in self.sizes
-                ]
-                variances = (slope_weights * [estimate.standard_error for estimate in estimates]) ** 2
-                degrees = [estimate.degrees_of_freedom for estimate in estimates]
+                parts: dict[str, np.ndarray] = {}  # (seeds,) of each experiment, whose means sum to the slope
+                for weight, (size, (folder, _)) in zip(slope_weights, self.sizes.items(), strict=True):
+                    losses, baseline_losses = (self.best_values(f"{name} {size}", column) for name in (arm, baseline))
+                    parts[folder] = parts.get(folder, 0) + weight * (losses - baseline_losses)
+                estimates = [estimate_over_seeds(values) for values in parts.values()]
+                variances = np.array([estimate.standard_error**2 for estimate in estimates])
+                degrees = np.array([estimate.degrees_of_freedom for estimate in estimates])
                 slope = Estimate(
-                    slope_weights @ [estimate.mean for estimate in estimates],
+                    sum(estimate.mean for estimate in estimates),
                     np.sqrt(variances.sum()),
                     variances.sum() ** 2 / (variances**2 / degrees).sum(),
                     "seeds",

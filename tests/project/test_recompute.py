@@ -121,19 +121,21 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     assert "undecided" in cells[3]
 
 
-def test_the_change_with_each_doubling_is_welchs_between_two_sizes_of_two_experiments(commit):
+def test_the_change_with_each_doubling_pairs_sizes_of_one_experiment_and_is_welchs_between_two(commit):
     rng, losses = np.random.default_rng(1), {}
-    for name, seeds in (("made", 5), ("other", 8)):
-        fields = {"rate": 0.1, "stage": "final", "metric": "mean loss", "setting": "tuned", "x": 512}
-        fields |= {"size": "small"} if name == "made" else {}  # an experiment of one size has no column for it
-        losses[name] = {arm: rng.normal(4, 0.1, seeds) for arm in ("base", "arm")}
-        lines = [
-            fields | {"arm": arm, "seed": seed, "value": value}
-            for arm, values in losses[name].items()
-            for seed, value in enumerate(values)
-        ]
-        commit([*lines, *({**line, "size": "tiny"} for line in lines if "size" in line)], name)
-    sizes = {"small": ("made", 100), "large": ("other", 400)}  # two doublings
+    sizes = {"small": ("made", 100), "middle": ("other", 200), "large": ("made", 400)}
+    for name in ("made", "other"):
+        lines = []
+        for size in [size for size, (folder, _) in sizes.items() if folder == name]:
+            losses[size] = {arm: rng.normal(4, 0.1, 5 if name == "made" else 8) for arm in ("base", "arm")}
+            fields = {"rate": 0.1, "stage": "final", "metric": "mean loss", "setting": "tuned", "x": 512}
+            fields |= {"size": size} if name == "made" else {}  # an experiment of one size has no column for it
+            lines += [
+                fields | {"arm": arm, "seed": seed, "value": value}
+                for arm, values in losses[size].items()
+                for seed, value in enumerate(values)
+            ]
+        commit(lines, name)
     labels = {f"{arm} {size}": f"{arm}, {size}" for size in sizes for arm in ("base", "arm")}
     result = LossResultsBySize(
         "made",
@@ -146,12 +148,18 @@ def test_the_change_with_each_doubling_is_welchs_between_two_sizes_of_two_experi
         arm_labels={"base": "a baseline", "arm": "an arm"},
         sizes=sizes,
     )
-    large, small = (losses[name]["arm"] - losses[name]["base"] for name in ("other", "made"))
-    interval = scipy.stats.ttest_ind(large, small, equal_var=False).confidence_interval()
-    expected = [value / 2 for value in (large.mean() - small.mean(), *interval)]
-    assert result.size_trend_table().splitlines()[-1] == "| an arm | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*expected)
+    small, middle, large = (losses[size]["arm"] - losses[size]["base"] for size in sizes)
+    change = (large - small) / 2  # the line's slope over two doublings, by seed; the middle has no part in it
+    mean, half = change.mean(), scipy.stats.t.ppf(0.975, 4) * change.std(ddof=1) / np.sqrt(5)
+    expected = f"| an arm | {mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}] |"
+    assert result.size_trend_table().splitlines()[-1] == expected
     assert [line.split(" | ")[0] for line in result.table().splitlines()[2:]] == [f"| {x}" for x in labels.values()]
     assert result.verdicts["arm small", "base small", "tuned"].interval.mean == pytest.approx(small.mean())
+
+    two = replace(result, sizes={"small": ("made", 100), "middle": ("other", 200)})
+    interval = scipy.stats.ttest_ind(middle, small, equal_var=False).confidence_interval()
+    expected = "| an arm | {:+.3f} [{:+.3f}, {:+.3f}] |".format(middle.mean() - small.mean(), *interval)
+    assert two.size_trend_table().splitlines()[-1] == expected
 
 
 def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(monkeypatch, tmp_path):
